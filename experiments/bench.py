@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +175,7 @@ def short(value: float | str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the benchmark, print it and write the table; see ``servegym bench --help``."""
     parser = argparse.ArgumentParser(
         prog="servegym bench", description=(__doc__ or "").partition("\n")[0]
@@ -186,8 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=OUT, help=f"the table, a path ({OUT})")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     parser.add_argument("--repeats", type=int, default=7, help="timings of each number (7)")
-    words = sys.argv[1:] if argv is None else list(argv)
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     repeats = whole("repeats", options.repeats, 1)
     chosen = [choose("family", name, groups) for name in options.family] or groups
     turn_s = TURN_S / 20 if options.quick else TURN_S
@@ -201,14 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     heads = ["what", "value", "unit", "reference", "of the reference", "ratio"]
     cells = [[short(one[key]) for key in keys] for one in rows]
     print_table("Medians of one thread's processor time", heads, cells)
-    command = shlex.join([*parser.prog.split(), *map(str, words)])
+    command = shlex.join([*parser.prog.split(), *argv])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_result(options.out, rows, provenance(command, options.quick))
     print(f"{options.out}.csv, .json")
     return 0
-
-
-if __name__ == "__main__":
-    from servegym._command_line import run_main
-
-    run_main(main)

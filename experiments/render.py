@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from servegym._checks import whole
+from servegym._command_line import parse_settings
 from servegym.envs.families import family_of
-from servegym.experiments.evaluation.output import write_text
+from servegym.experiments.evaluation.output import check_writable, write_text
 from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
@@ -118,3 +121,43 @@ def _write_video(frames: list[Any], fps: int, out: Path) -> None:
     moviepy: Any = importlib.import_module("moviepy")
     clip = moviepy.ImageSequenceClip([frame[:high, :wide] for frame in frames], fps=fps)
     clip.write_videofile(str(out), logger=None, pixel_format="yuv420p")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Command line of ``servegym render``."""
+    parser = argparse.ArgumentParser(prog="servegym render", description="Show a policy at work.")
+    add = parser.add_argument
+    text = "id of an environment, see `servegym list`; by default that of the run, with its "
+    add("env_id", nargs="?", metavar="ENV_ID", help=text + "arguments")
+    text = "policy by name, or the path of a checkpoint or of a run's folder"
+    add("--policy", help=text)
+    add("--seed", type=int, help="seed of the episode")
+    text = "decisions to show (100; before a PNG as many as fill it)"
+    add("--steps", type=int, help=text)
+    add("--fps", type=int, default=10, help="frames a second of a GIF or MP4 (%(default)s)")
+    text = "argument of the environment, key=value; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "FILE.gif or .mp4 for all steps, FILE.png for the last. Default: RUN/NAME.gif of a "
+    text += "run's folder, else text on the terminal"
+    add("--out", type=Path, metavar="FILE", help=text)
+    options = parser.parse_args(argv)
+    whole("seed", options.seed or 0, 0, 1 << 62)
+    whole("steps", 1 if options.steps is None else options.steps, 1)
+    whole("fps", options.fps, 1)
+    env_id, out, settings = options.env_id, options.out, parse_settings(options.set)
+    policy = options.policy
+    run = Path(policy) if policy is not None and Path(policy).is_dir() else None
+    if run is not None and out is None:
+        out = run / f"{run.resolve().name}.gif"
+    if out is not None:
+        check_writable(out, (".gif", ".png", ".mp4"))
+    if env_id is None:
+        if run is None:
+            raise ValueError("ENV_ID is missing: it is found in the folder of a run alone")
+        from servegym.experiments.runs import read_args  # with a run there is torch
+
+        trained = read_args(run)
+        settings = trained["env_kwargs"] | settings
+        env_id = str(trained["env_id"])
+    shown = {"seed": options.seed, "fps": options.fps, "out": out}
+    render_episode(env_id, policy, options.steps, settings, **shown)

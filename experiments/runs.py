@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from servegym.agents.lib.evaluation import RULES
 from servegym.envs.families import find_family
+from servegym.experiments.evaluation.output import check_writable, write_text
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.papers.plotting import (
     as_png,
@@ -93,3 +95,21 @@ def draw_runs(runs: Sequence[Path]) -> bytes:
     axis.grid(alpha=0.25)
     label_ends(axis, ends, colours)
     return as_png(figure)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Command line of ``servegym plot``."""
+    parser = argparse.ArgumentParser(
+        prog="servegym plot",
+        description="Draw the learning curves of trainings, beside the level of the family's rule.",
+    )
+    text = "folders of trainings of one family"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    text = "FILE.png (curve.png in the first folder)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    options = parser.parse_args(argv)
+    if options.out is not None:
+        check_writable(options.out, (".png",))
+    out = options.out or options.runs[0] / "curve.png"
+    write_text(out, draw_runs(options.runs))
+    print(f"written to {out}")

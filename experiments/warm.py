@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import time
+from collections.abc import Sequence
 
 import gymnasium
 import numpy as np
 
-from servegym.envs.families import Family
+from servegym.envs.families import FAMILIES, Family, family_named
 from servegym.envs.llm_routing import replay
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.envs.prefix_routing.replay import replay_prefix
@@ -42,3 +44,17 @@ def warm_family(family: Family) -> float:
     if compile_policies is not None:
         compile_policies()
     return time.perf_counter() - start
+
+
+def main(argv: Sequence[str]) -> None:
+    """Command line of ``servegym warm``."""
+    parser = argparse.ArgumentParser(
+        prog="servegym warm",
+        description="Compile environments and policies ahead, once per machine; each family's "
+        "seconds.",
+    )
+    text = "families (all), see `servegym list`"
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=text)
+    names = parser.parse_args(argv).families
+    for family in [family_named(name) for name in names] or FAMILIES:
+        print(f"{family.name}: {warm_family(family):.1f} s", flush=True)

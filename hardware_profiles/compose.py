@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from servegym._command_line import run_main
 from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host, parse_engine, plans_ahead, version_numbers
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
@@ -816,7 +815,7 @@ def compose_chosen(options: argparse.Namespace) -> Profile:
     return compose(options.card, options.model, **named)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym profile``; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym profile",
@@ -856,7 +855,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if note.startswith(("link", "engine")) or "beyond" in note or "not timed" in note:
             print(f"note: {note}")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -71,7 +71,7 @@ def test_the_commands_of_the_gateway_tutorial_run(tmp_path: Path) -> None:
     lines = ["set -e", "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"]
     tools = tmp_path / "bin"
     tools.mkdir()
-    code = "from servegym.experiments.cli import app; app()"
+    code = "from servegym.experiments.cli import main; main()"
     (tools / "servegym").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n')
     (tools / "servegym").chmod(0o755)
     lines += [f'PATH="{tools}:{Path(sys.executable).parent}:$PATH"']

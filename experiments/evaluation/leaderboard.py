@@ -23,7 +23,6 @@ import json
 import math
 import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._checks import choose
-from servegym._command_line import run_main
 from servegym._files import MalformedFileError
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.agents.lib.parallel import Workers
@@ -315,7 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Command line; see ``servegym leaderboard --help``.
 
     Returns:
@@ -363,8 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"The guests' episodes are drawn from --seed {args.seed}.")
     if not args.quick:
         if measured:
-            words = sys.argv[1:] if argv is None else argv
-            command = shlex.join(["servegym", "leaderboard", *words])
+            command = shlex.join(["servegym", "leaderboard", *argv])
             settings = {} if args.seed is None else {"seed": args.seed}
             tables.write_record(board, tables.provenance(command, settings=settings))
         print(f"{board} ({tables.machine()['cpu']})")
@@ -543,7 +540,3 @@ def compare_guests(
                     }
                 )
     return compared
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -40,7 +40,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._checks import choose, real, whole
-from servegym._command_line import run_main
 from servegym.agents.lib.parallel import SERIAL, Executor, Workers
 from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.prefix_routing.gateway_files import SUFFIXES, read_gateway_file
@@ -87,6 +86,7 @@ HELP = {
     "margin": "attainment that may be lost",
     "margin_time": "relative time a token that may be lost",
     "total_time_s": "seconds after which no further episodes begin",
+    "time_limit_s": "seconds that one answer of the policy may take",
 }
 Row = dict[str, Any]
 Array = NDArray[np.float64]
@@ -101,6 +101,7 @@ class Rules:
     margin: float = 0.02
     margin_time: float = 0.1
     total_time_s: float = 3600.0
+    time_limit_s: float = TIME_LIMIT_S
     rare: float | None = None
 
     def __post_init__(self) -> None:
@@ -181,14 +182,12 @@ def _mean(values: Array) -> float | None:
 
 def presubmit(
     policy: str,
-    scenario: str = GIE,
+    scenario: str | Mapping[str, Any] = GIE,
     *,
-    fleet: Mapping[str, Any] | None = None,
     rates: Sequence[float] | None = None,
     against: Sequence[str] = AGAINST,
     seed: int | None = None,
     rules: Rules | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
     executor: Executor = SERIAL,
     echo: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
@@ -197,13 +196,11 @@ def presubmit(
     Args:
         policy: What `servegym.experiments.evaluation.evaluate.evaluate` takes; a file runs in a
             process of its own.
-        scenario: One of `RATES`.
-        fleet: Arguments of the environment in place of the scenario's, with ``rates``.
+        scenario: One of `RATES`, or arguments of the environment: a fleet and its load.
         rates: Requests/s; None: those of the scenario.
         against: Baselines.
         seed: Seed that those of every rate are derived from; None: one that nobody knew before.
         rules: How long is played, and what passes.
-        time_limit_s: Seconds that one answer of the policy may take.
         executor: Where policies play.
         echo: Prints a line of progress.
 
@@ -219,8 +216,9 @@ def presubmit(
         ValueError: An argument out of range, before anything is played.
         PolicyError: The policy fails.
     """
-    choose("scenario", scenario, RATES)
-    chosen = [real("rates", rate, 0.0, open_low=True) for rate in rates or RATES[scenario]]
+    fleet, title = (None, scenario) if isinstance(scenario, str) else (scenario, GIE)
+    choose("scenario", title, RATES)
+    chosen = [real("rates", rate, 0.0, open_low=True) for rate in rates or RATES[title]]
     rules, family = rules or Rules(), family_of(ENV_ID)
     root = fresh_seed() if seed is None else seed
     deadline = time.monotonic() + rules.total_time_s
@@ -229,12 +227,12 @@ def presubmit(
     for rate in chosen:
         arguments: dict[str, Any] = {"rate": rate, "episode_requests": 1000, **(fleet or {})}
         if fleet is None:
-            requests = REQUESTS.get(scenario, 1000)
-            arguments |= {"scenario": scenario, "episode_requests": requests}
-        first = derived_seed(root, scenario, f"{rate:g}")
+            requests = REQUESTS.get(title, 1000)
+            arguments |= {"scenario": title, "episode_requests": requests}
+        first = derived_seed(root, title, f"{rate:g}")
         at_rate: list[Row] = []
         try:
-            resolved = _resolved(policy, family, arguments, time_limit_s)
+            resolved = _resolved(policy, family, arguments, rules)
             played = [Played()] * (1 + len(against))
             count, more = 0, rules.episodes
             while not at_rate or (more > 0 and time.monotonic() < deadline):
@@ -254,9 +252,9 @@ def presubmit(
                 decided = "failed" in verdicts or "not told" not in verdicts
                 more = 0 if decided else min(count, most - count)
         except PolicyError:
-            _refuse_others(policy, time_limit_s)
+            _refuse_others(policy, rules)
             raise
-        full = KV_RATES[100] if scenario == GIE and fleet is None else math.inf
+        full = KV_RATES[100] if scenario == GIE else math.inf
         for row in at_rate:
             row["remark"] = FULL if rate >= full and row["gain_low"] > rules.margin else ""
             if played[0].decision_s.size:
@@ -267,19 +265,19 @@ def presubmit(
 
 
 def _resolved(
-    policy: str, family: Family, arguments: Mapping[str, Any], time_limit_s: float
+    policy: str, family: Family, arguments: Mapping[str, Any], rules: Rules
 ) -> EvaluatedPolicy:
     problem = problem_of(family.env_id, {"split": "eval", **arguments})
-    return resolve(policy, problem, family, time_limit_s=time_limit_s)
+    return resolve(policy, problem, family, time_limit_s=rules.time_limit_s)
 
 
-def _refuse_others(policy: str, time_limit_s: float) -> None:
+def _refuse_others(policy: str, rules: Rules) -> None:
     """Refuse a policy that has failed and decides for another family, by a ValueError."""
     for family in FAMILIES:
         if ENV_ID in family.env_ids or not policy.endswith(".py"):
             continue
         try:
-            resolved = _resolved(policy, family, {}, time_limit_s)
+            resolved = _resolved(policy, family, {}, rules)
             next(play(open_envs(family, resolved, 1, {"split": "eval"}), resolved))
         except ValueError:  # a PolicyError, too: it fails there as well
             continue
@@ -342,7 +340,7 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
     print_table(f"{policy}, {scenario}", heads, cells, notes, left=2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Command line entry; see the module's docstring."""
     parser = argparse.ArgumentParser(
         prog="servegym presubmit",
@@ -371,8 +369,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, dest=name, type=type(default), default=default, help=text)
     text = "share of episodes in which a loss has to show: as many are played (.046, with 64)"
     parser.add_argument("--rare", type=float, metavar="SHARE", help=text)
-    text = f"seconds that one answer of the policy may take ({TIME_LIMIT_S:g})"
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help=text)
     text = "policies that play at a time (1)"
     parser.add_argument("--workers", type=int, default=1, help=text)
     parser.add_argument("--json", type=Path, help="file for the rows")
@@ -388,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = fresh_seed() if args.seed is None else args.seed
     out = None if args.json is None else check_writable(args.json)
     rules = Rules(**{name: getattr(args, name) for name in asdict(defaults)})
-    real("--time-limit", args.time_limit, 0.0, open_low=True)
+    real("--time-limit", args.time_limit_s, 0.0, open_low=True)
     workers = Workers(args.workers)
     if fleet and not rates:
         files = [name for name in args.policy if Path(name).suffix in SUFFIXES]
@@ -399,13 +395,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rows = presubmit(
             policy,
-            scenario,
-            fleet=fleet or None,
+            fleet or scenario,
             rates=rates,
             against=against,
             seed=seed,
             rules=rules,
-            time_limit_s=args.time_limit,
             executor=workers,
             echo=lambda line: print(line, file=sys.stderr, flush=True),
         )
@@ -434,7 +428,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"passed with margins of {rules.margin:g} attainment, {rules.margin_time:g} time")
         print(unseen_losses(min(row["episodes"] for row in rows)))
     return status
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -39,7 +39,6 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from servegym._checks import one_or_pair, real, whole
-from servegym._command_line import run_main
 from servegym.agents.lib.parallel import Executor, Workers
 from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
 from servegym.baselines.prefix_routing.plugins import GATEWAYS
@@ -450,7 +449,7 @@ def _claim(folder: Path, asked: dict[str, Any]) -> None:
         write_json(record, asked)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Command line; see ``servegym tune --help``."""
     parser = argparse.ArgumentParser(
         prog="servegym tune", description=(__doc__ or "").partition("\n")[0]
@@ -467,8 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workers", type=int, default=os.cpu_count() or 1, help="episodes at a time (the cores)")
     add("--ray", metavar="WHERE", help="use a Ray cluster: auto, local or local:N")
     add("--out", type=Path, default=Path("tuned"), metavar="FOLDER", help="for the results (tuned)")
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     real("--budget", args.budget, 0.0, open_low=True)
     whole("--seed", args.seed, 0)
     rates = args.rates and sorted({real("--rates", rate, 1e-3, 1e5) for rate in args.rates})
@@ -491,11 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + (stop.args or (signal.SIGINT,))[0]
     finally:
         workers.close()
-    origin = provenance(f"servegym tune {shlex.join(words)}", packages=("optuna",))
+    origin = provenance(f"servegym tune {shlex.join(argv)}", packages=("optuna",))
     write_json(args.out / "result.json", {**origin, **result})
     print(f"{result['seconds']:.0f} s; in {args.out}: the file, table.csv, share.png, result.json")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import print_table, read_rows, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity import comparison
@@ -132,7 +130,7 @@ def data_folder(option: Path | None) -> Path:
     return option or Path(os.environ.get("SERVEGYM_DATA") or Path("..", "shared", "data"))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line: replay the measured run, print and write the errors."""
     parser = argparse.ArgumentParser(
         prog="servegym fidelity",
@@ -145,8 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--engine", help="vllm@VERSION of a composed profile (default: the run's)")
     add("--out", type=Path, default=OUT, help=f"folder for tables and plot (default: {OUT})")
     add("--no-plot", action="store_true", help="do without matplotlib")
-    words = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     folder = options.run or data_folder(options.data).joinpath(*RUN_FOLDER)
     if not folder.is_dir():
         raise ValueError(
@@ -192,14 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "first_ttft_measured_s": first[0],
         "first_ttft_simulated_s": first[1],
     }
-    origin = provenance(shlex.join([*parser.prog.split(), *map(str, words)]), settings=about)
+    origin = provenance(shlex.join([*parser.prog.split(), *arguments]), settings=about)
     for stem, rows in tables.items():
         write_result(options.out / stem, rows, origin)
     if not options.no_plot:
         write_text(options.out / "fidelity.png", draw(options.out))
     print(f"written to {options.out}")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from servegym._command_line import run_main
 from servegym.experiments.live.fleet_file import Endpoint
 
 FOLDER = Path("servegym-real")
@@ -20,7 +19,7 @@ def _lines(servers: Sequence[tuple[Endpoint, str]]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym real``; 1 if ``status`` finds a server that does not answer."""
     parser = argparse.ArgumentParser(
         prog="servegym real", description="Real inference servers beside the simulator (Linux)."
@@ -63,7 +62,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(f"{options.folder}: no servers run there")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -12,7 +12,6 @@ import argparse
 import gc
 import os
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from servegym._checks import real, whole
-from servegym._command_line import run_main
 from servegym._files import write_columns
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
@@ -453,7 +451,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     return replace(QUICK if options.quick else Plan(), **changes)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym real compare``."""
     parser = argparse.ArgumentParser(
         prog="servegym real compare",
@@ -468,15 +466,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--requests", type=int, help="requests of a run (300)")
     add("--sweep", type=int, help="requests a load and prompt length of the calibration (16)")
     add("--folder", type=Path, default=Path("servegym-compare"), help="logs, records, tables")
-    words = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     plan = _plan(options)
     specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
-    command = shlex.join([*parser.prog.split(), *map(str, words)])
+    command = shlex.join([*parser.prog.split(), *arguments])
     origin = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))
     analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", origin)
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servegym._checks import choose
-from servegym._command_line import run_main
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.papers.placement import claims as claims_placement
@@ -88,7 +87,7 @@ def tally(family: str, folder: Path = RESULTS) -> str:
 HEADINGS = ("where", "claim", "the paper", "setting", "here", "verdict")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Command line; see ``servegym claims --help``.
 
     Raises:
@@ -106,7 +105,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes = [claims_routing.EARLIER] if family == "routing" else []
         print_table(TITLES[family], HEADINGS, lines(family), notes, left=len(HEADINGS))
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

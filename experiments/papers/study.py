@@ -264,19 +264,13 @@ def list_modules(family: str) -> list[Module]:
     return modules
 
 
-def run_modules(
-    family: str,
-    only: Sequence[str] = (),
-    arguments: Sequence[str] = (),
-    echo: Callable[[str], object] = print,
-) -> int:
+def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> int:
     """Run modules of studies one after another.
 
     Args:
         family: Name or group of an environment family.
         only: Names of modules; all of them by default.
         arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
-        echo: Prints a line.
 
     Returns:
         How many of them ended with a status other than zero.
@@ -287,13 +281,38 @@ def run_modules(
     modules = {module.name: module for module in list_modules(family)}
     failed = 0
     for module in [modules[choose("only", name, modules)] for name in only] or modules.values():
-        echo(f"{module.name}: {module.description}")
+        print(f"{module.name}: {module.description}", flush=True)
         begin = time.perf_counter()
         status = importlib.import_module(module.module).main(list(arguments)) or 0
         failed += bool(status)
         result = f"failed with status {status}" if status else "done"
-        echo(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s")
+        print(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
     return failed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``servegym figures``; 1 if a figure fails."""
+    parser = argparse.ArgumentParser(
+        prog="servegym figures",
+        description="Compute and draw the figures and tables of a family; other words go to each "
+        "figure: --quick (a smoke run), --episodes N, --figure NAME and --out FOLDER.",
+        allow_abbrev=False,  # `--o` is the figures' word
+    )
+    add = parser.add_argument
+    add("family", help="a family, see `servegym list`")
+    text = "run this figure alone; repeatable"
+    add("--only", action="append", default=[], metavar="NAME", help=text)
+    add("--list", action="store_true", help="name the figures and stop")
+    add("--draw", action="store_true", help="draw the tables that are there, measure nothing")
+    options, words = parser.parse_known_args(argv)
+    if options.list:
+        modules = list_modules(options.family)
+        width = max((len(figure.name) for figure in modules), default=0)
+        for figure in modules:
+            print(f"{figure.name:<{width}}  {figure.description}")
+        return 0
+    words += ["--draw"] if options.draw else []
+    return int(run_modules(options.family, options.only, words) > 0)
 
 
 def list_pictures(family: str) -> dict[str, Study]:

@@ -49,8 +49,6 @@ MIN_FOR_IMPORTANCE = 4
 MAX_FAILURES = 3
 """Failed runs after which a sweep without any good run ends."""
 
-Echo = Callable[[str], object]
-
 
 def run_sweep(
     sweep: Sweep,
@@ -59,7 +57,6 @@ def run_sweep(
     out: Path | None = None,
     seed: int = 0,
     fixed: Mapping[str, Any] | None = None,
-    echo: Echo = print,
 ) -> Path:
     """Run or resume a sweep until it has ``trials`` finished runs.
 
@@ -70,7 +67,6 @@ def run_sweep(
         out: Folder of the sweep; ``sweeps/NAME`` by default.
         seed: Seed of the choice of parameters.
         fixed: Arguments of the agent that take precedence over the file's.
-        echo: Prints a line.
 
     Returns:
         The folder: ``trials.csv``, ``importance.csv``, ``sweep.png``, ``runs/``.
@@ -90,7 +86,7 @@ def run_sweep(
         mend_journal(folder / JOURNAL)
         save_definition(folder, sweep, fixed or {})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        runs = _Runs(sweep, folder, trials, seed, dict(fixed or {}), echo)
+        runs = _Runs(sweep, folder, trials, seed, dict(fixed or {}))
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(runs.loop) for _ in range(workers)]
             try:
@@ -211,10 +207,10 @@ class _Runs:
     """The runs of a sweep, which worker threads share."""
 
     def __init__(
-        self, sweep: Sweep, folder: Path, trials: int, seed: int, fixed: dict[str, Any], echo: Echo
+        self, sweep: Sweep, folder: Path, trials: int, seed: int, fixed: dict[str, Any]
     ) -> None:
         self.sweep, self.folder, self.study = sweep, folder, _study(sweep, folder, seed)
-        self.trials, self.fixed, self.echo = trials, fixed, echo
+        self.trials, self.fixed = trials, fixed
         self.best = max if sweep.maximize else min
         self.lock, self.stop = threading.Lock(), threading.Event()
         self.running, self.failed, self.lacks = 0, 0, ""
@@ -311,8 +307,8 @@ class _Runs:
                 if (self.failed >= MAX_FAILURES or self.lacks) and not self.finished():
                     self.stop.set()
             write_csv(self.folder / "trials.csv", self.rows())
-        chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
-        self.echo(f"{run.name}: {outcome} ({seconds:.0f} s; {chosen})")
+            chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
+            print(f"{run.name}: {outcome} ({seconds:.0f} s; {chosen})", flush=True)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row a run, the best first."""
@@ -354,14 +350,14 @@ class _Runs:
             files.append("importance.csv")
         else:
             least = f"{MIN_FOR_IMPORTANCE} are needed"
-            self.echo(f"no importances from {len(complete)} complete runs; {least}")
+            print(f"no importances from {len(complete)} complete runs; {least}")
         if complete:
             done = sorted((r for r in rows if r["state"] != "fail"), key=lambda r: r["trial"])
             best = itertools.accumulate((row[metric] for row in done), self.best)
             done = [row | {"best so far": value} for row, value in zip(done, best, strict=True)]
             picture = Lines(x="trial", y=(metric, "best so far"))
             write_text(folder / "sweep.png", as_png(picture(done)))
-        self.echo(f"{folder}: {', '.join([*files, 'sweep.png'])}")
+        print(f"{folder}: {', '.join([*files, 'sweep.png'])}")
 
 
 def short(value: Any) -> str:

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from servegym._command_line import run_main
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, tabulate
 from servegym.hardware_profiles.calibrate.server_loads import Load, read_all
 from servegym.hardware_profiles.compose import (
@@ -518,7 +517,7 @@ def _begun_with(options: argparse.Namespace, loads: Sequence[Load]) -> Profile:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym calibrate server``; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym calibrate server",
@@ -548,7 +547,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(result.lines))
     print(f"{out}: " + (result.profile.name if result.kept else f"{base.name} as it was"))
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

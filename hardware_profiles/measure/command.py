@@ -6,7 +6,6 @@ All but ``link`` write CSV files that can be interrupted and resumed (``table.py
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 
 _USAGE = """usage: servegym measure {gpu,link,server} ...
@@ -18,14 +17,13 @@ _USAGE = """usage: servegym measure {gpu,link,server} ...
 Each has --help of its own."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line: ``gpu``, ``link`` or ``server``, and its arguments.
 
     Raises:
         ValueError: If an argument cannot be used.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    what = words[0] if words else "--help"
+    what = arguments[0] if arguments else "--help"
     if what in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -33,4 +31,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"measure: got {what!r}; must be one of gpu, link, server")
     # Imported here: measuring servers needs no torch.
     module = importlib.import_module(f"servegym.hardware_profiles.measure.{what}")
-    return module.main(words[1:])
+    return module.main(arguments[1:])

@@ -33,7 +33,6 @@ import torch
 from torch.nn import functional
 
 from servegym._checks import real
-from servegym._command_line import run_main
 from servegym._files import write_csv, write_text
 from servegym.hardware_profiles.calibrate.kernel_tables import (
     LAYER_FILE,
@@ -456,7 +455,7 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
     write_text(meta, f"{mark}torch: {torch.__version__}\nprofiled_at: {when}\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym measure gpu",
@@ -491,7 +490,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(layer_lines(folder)))
     print(f"{count} points measured; now: servegym calibrate {folder} -o profile.json")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -9,14 +9,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from servegym._command_line import run_main
 
 BYTES = 2**20
 WARM_UP, BLOCKS, CALLS = 50, 20, 50
@@ -72,21 +69,17 @@ def all_reduce_us(cards: int, backend: str) -> list[float]:
     return queue.get()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym measure link``; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym measure link", description="Time an all-reduce of 2**20 bytes between cards."
     )
     parser.add_argument("--cards", type=int, default=2, help="cards, tp x dp of the profile")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="nccl (GPUs)")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     times = all_reduce_us(options.cards, options.backend)
     low, median, high = np.percentile(times, (10, 50, 90))
     print(f"all-reduce of 2**20 bytes over {options.cards} cards: {median:.4g} us "
           f"(10 to 90 % of {len(times)} blocks: {low:.4g} to {high:.4g})")  # fmt: skip
     print(f"servegym profile ... --link {median:.4g}")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import http_url, real
-from servegym._command_line import run_main
 from servegym.hardware_profiles.measure.openai_protocol import EventStream, brings_token, error_of
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, whole_numbers
@@ -406,7 +405,7 @@ def _pair(text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym measure server",
@@ -453,7 +452,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print(table)
     print(f"written to {options.out}")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

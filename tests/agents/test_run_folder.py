@@ -12,16 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from servegym.agents import load_policy, ppo, rpi
 from servegym.agents.lib import evaluation, run_log
 from servegym.agents.lib.arguments import run_agent
 from servegym.agents.lib.checkpoint import AGENTS
 from servegym.agents.lib.run_log import RunLog
-from servegym.experiments.cli import app
 from servegym.experiments.evaluation.evaluate import evaluate
 
+from ..runner import servegym
 from .runs import ROUTING, TINY, lines, tiny
 
 POLICIES = [next(name for name, (agent, _) in TINY.items() if agent == each) for each in AGENTS]
@@ -93,7 +92,7 @@ def test_a_signal_ends_with_one_line_a_checkpoint_and_its_command(
     command = shlex.split(told[-1].partition("evaluate it with: ")[2])
     assert command[0] == "servegym" and command[-1].startswith(str(run))
     if while_evaluating:
-        result = CliRunner().invoke(app, [*command[1:], "--episodes", "2"])
+        result = servegym(*command[1:], "--episodes", 2)
         assert result.exit_code == 0, result.output
     else:
         rule = "" if "search" in policy else r" \((priced_greedy|keep_alive|prism) -?\d+\.\d+\)"

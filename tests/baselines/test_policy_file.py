@@ -8,14 +8,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from servegym.baselines.policy_file import policy_from_file
 from servegym.baselines.registry import from_callable
 from servegym.envs.families import FAMILIES, family_of
-from servegym.experiments.cli import app
 from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
+
+from ..runner import servegym
 
 ENV_ID, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v3"
 SMALL = {"rate": 8.0, "episode_requests": 40}
@@ -106,7 +106,7 @@ def test_an_error_in_a_policys_file_names_its_line(
         f"    def act(self, observation, action_mask):\n        {wrong}\n"
     )
     for file, line, name in (("act.py", 4, "act"), ("class.py", 8, "mine")):
-        result = CliRunner().invoke(app, ["evaluate", ENV_ID, "--policy", file, *words])
+        result = servegym("evaluate", ENV_ID, "--policy", file, *words)
         assert result.exit_code == 2
         (message,) = result.stderr.splitlines()
         assert f"policy '{name}' failed at {file}:{line}: {error}" in message
@@ -144,9 +144,7 @@ def test_a_file_gets_the_observation_of_the_id_unless_it_names_another(
 ) -> None:
     (tmp_path / "mine.py").write_text(HEAD + text + "\n")
     words = [*words, "--set", "episode_requests=5", "--episodes", "1"]
-    result = CliRunner().invoke(
-        app, ["evaluate", env_id, "--policy", str(tmp_path / "mine.py"), *words]
-    )
+    result = servegym("evaluate", env_id, "--policy", tmp_path / "mine.py", *words)
     assert result.exit_code == 0, result.output
 
 
@@ -266,7 +264,7 @@ def test_what_is_no_saved_model_or_cannot_be_read_is_refused(
         policy_from_file("bad.zip", None)
     with zipfile.ZipFile("bad.zip", "w") as archive:
         archive.writestr("mine.py", "")
-    result = CliRunner().invoke(app, ["evaluate", FLAT, "--policy", "bad.zip"])
+    result = servegym("evaluate", FLAT, "--policy", "bad.zip")
     assert result.exit_code == 2 and "no model that Stable-Baselines3 saved" in result.stderr
     saved(tmp_path, "QRDQN", FLAT)
     for library in ("sb3_contrib", "stable_baselines3"):

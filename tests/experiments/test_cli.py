@@ -8,27 +8,22 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from typer.testing import CliRunner
 
 from servegym.agents.lib.checkpoint import shipped
 from servegym.envs.families import FAMILIES
 from servegym.envs.workloads.traces import read_requests
-from servegym.experiments.cli import REPLAYED, app, main
+from servegym.experiments.cli import COMMANDS
+from servegym.experiments.replay import REPLAYED
+
+from ..runner import servegym
 
 ENV_ID = "servegym/LLMRouting-v1"
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.0,100,5\n0.5,2000,1\n0.5,30,20\n"
 
 
-@pytest.fixture
-def run():
-    runner = CliRunner()
-
-    def call(*args):
-        """Words, several in a text; paths and numbers as they are."""
-        words = [w for arg in args for w in (arg.split() if isinstance(arg, str) else [str(arg)])]
-        return runner.invoke(app, words, env={"COLUMNS": "200"})
-
-    return call
+def run(*args):
+    """Run words, several in a text; paths and numbers as they are."""
+    return servegym(*(w for arg in args for w in (arg.split() if isinstance(arg, str) else [arg])))
 
 
 def fails(result, *named):
@@ -41,23 +36,22 @@ def fails(result, *named):
         assert name in lines[0]
 
 
-def test_help_lists_the_commands(run):
+def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    commands = ("list", "profiles", "evaluate", "replay", "render", "plot", "calibrate", "bench")
-    for command in commands:
-        assert command in result.output
+    for command, (_, summary) in COMMANDS.items():
+        assert re.search(rf"^  {command} +{re.escape(summary)}$", result.stdout, re.MULTILINE)
+    assert run() == (2, "", result.stdout)
 
 
-def test_short_help_and_the_version_are_answered_everywhere(run, monkeypatch, capsys):
+def test_short_help_and_the_version_are_answered_everywhere():
     for command in ("", "evaluate", "profile", "leaderboard", "measure server"):
         assert "usage: " in run(command, "-h").output.lower()
-        monkeypatch.setattr(sys, "argv", ["servegym", *command.split(), "--version"])
-        main()
-        assert capsys.readouterr().out == f"servegym {version('serve-gym')}\n"
+        told = run(command, "--version")
+        assert told[:2] == (0, f"servegym {version('serve-gym')}\n")
 
 
-def test_a_learned_policy_says_what_made_it(run):
+def test_a_learned_policy_says_what_made_it():
     lines = {line.split(maxsplit=1)[0]: line for line in run("list").output.splitlines() if line}
     for family in FAMILIES:
         for name in shipped(family.name):
@@ -80,14 +74,14 @@ print(sorted(heavy & set(sys.modules)))
     assert out.stdout.strip() == "[]"
 
 
-def test_list(run):
+def test_list():
     result = run("list")
     assert result.exit_code == 0
     for name in (ENV_ID, "greedy_qos", "alpaca_eval_7b", "edge-6-heterogeneous", "paper-linear"):
         assert name in result.output
 
 
-def test_profiles_put_the_name_first(run):
+def test_profiles_put_the_name_first():
     from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
 
     result = run("profiles")
@@ -103,7 +97,7 @@ def test_profiles_put_the_name_first(run):
 
 @pytest.mark.parametrize("words", ["profiles", "list", "claims", "leaderboard", "profile --list"])
 def test_a_closed_pipe_is_no_error(words):
-    code = f"from servegym.experiments.cli import app; app({words.split()})"
+    code = f"from servegym.experiments.cli import main; main({words.split()})"
     command = [sys.executable, "-u", "-c", code]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()  # before anything is written
@@ -112,7 +106,7 @@ def test_a_closed_pipe_is_no_error(words):
 
 
 @pytest.mark.parametrize("ending", ["json", "csv"])
-def test_evaluate(run, tmp_path, ending):
+def test_evaluate(tmp_path, ending):
     out = tmp_path / f"rows.{ending}"
     result = run(
         "evaluate",
@@ -141,6 +135,7 @@ EVALUATE = f"evaluate {ENV_ID} --policy"
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        ("evalaute", ("command='evalaute'", "Did you mean 'evaluate'?")),
         (f"{EVALUATE} mine.safetensors", ("policy is 'mine.safetensors': no such file",)),
         (f"{EVALUATE} runs/mine", ("policy is 'runs/mine': no such file",)),
         (f"{EVALUATE} random --set catalog=mine.csv", ("catalog='mine.csv': no such file",)),
@@ -149,26 +144,29 @@ EVALUATE = f"evaluate {ENV_ID} --policy"
         (f"{EVALUATE} remoe", ("'remoe'", "for serverless_moe, not for")),
         (f"{EVALUATE} random --set rate", ("--set",)),
         (f"{EVALUATE} random --set catalog=alpaca", ("catalog", "alpaca_eval_7b")),
+        (f"{EVALUATE} random --episodes 0", ("episodes=0", "at least 1")),
+        (f"{EVALUATE} random --profile-draws -1", ("profile_draws=-1", "at least 0")),
         (f"{EVALUATE} random --out no/such/folder/x.csv", ("no/such/folder",)),
         (f"{EVALUATE} random --out rows.txt", (".json", ".csv")),
         (f"render {ENV_ID} --policy greedy", ("greedy_qos",)),
+        (f"render {ENV_ID} --steps 0", ("steps=0", "at least 1")),
         (f"render {ENV_ID} --out x.avi", (".gif", ".png", ".mp4")),
     ],
 )
-def test_bad_words_are_told_in_one_line(run, words, named):
+def test_bad_words_are_told_in_one_line(words, named):
     result = run(words)
     fails(result, *named)
     assert "such file" not in result.output or len(result.output) < 150
 
 
-def test_out_is_checked_before_any_work(run, monkeypatch):
+def test_out_is_checked_before_any_work(monkeypatch):
     import servegym.experiments.evaluation.evaluate as evaluation
 
     monkeypatch.setattr(evaluation, "evaluate", lambda *a, **k: pytest.fail("work was done"))
     fails(run("evaluate", ENV_ID, "--policy", "random", "--out", "/proc/rows.csv"), "/proc")
 
 
-def test_replay(run, tmp_path):
+def test_replay(tmp_path):
     requests, out = tmp_path / "requests.csv", tmp_path / "out.csv"
     requests.write_text(REQUESTS)
     result = run(
@@ -196,7 +194,7 @@ def test_replay(run, tmp_path):
     assert (tmp_path / "same.csv").read_text() == out.read_text()
 
 
-def test_replay_plans_ahead_where_the_profiles_engine_does(run, tmp_path):
+def test_replay_plans_ahead_where_the_profiles_engine_does(tmp_path):
     requests = tmp_path / "requests.csv"
     requests.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,100,50\n0.1,200,5\n")
     found = []
@@ -221,7 +219,7 @@ def test_replay_plans_ahead_where_the_profiles_engine_does(run, tmp_path):
         (("--out", "out.json"), (".csv",)),
     ],
 )
-def test_replay_refuses_bad_options_and_files(run, tmp_path, monkeypatch, args, named):
+def test_replay_refuses_bad_options_and_files(tmp_path, monkeypatch, args, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requests.csv").write_text(REQUESTS)
     (tmp_path / "bad.csv").write_text(REQUESTS + "1,5,2.5\n")
@@ -232,14 +230,14 @@ def test_replay_refuses_bad_options_and_files(run, tmp_path, monkeypatch, args, 
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_render_text(run):
+def test_render_text():
     result = run("render", ENV_ID, "--steps", 3, "--set", "episode_requests=20")
     assert result.exit_code == 0, result.output
     assert len(result.output.splitlines()) > 6
 
 
 @pytest.mark.parametrize("ending", ["gif", "png"])
-def test_render_picture(run, tmp_path, ending):
+def test_render_picture(tmp_path, ending):
     image = pytest.importorskip("PIL.Image")
     out = tmp_path / f"episode.{ending}"
     result = run(
@@ -253,7 +251,7 @@ def test_render_picture(run, tmp_path, ending):
 
 
 def test_names_each_family_and_its_seconds():
-    result = CliRunner().invoke(app, ["warm", "serverless"])
+    result = run("warm serverless")
     assert result.exit_code == 0
     name, seconds, unit = result.stdout.split()
     assert (name, unit) == ("serverless_moe:", "s")
@@ -262,6 +260,6 @@ def test_names_each_family_and_its_seconds():
 
 @pytest.mark.parametrize("given", ["nonsense", "servegym/ServerlessMoE-v0"])
 def test_refuses_an_unknown_family(given):
-    result = CliRunner().invoke(app, ["warm", "serverless", given])
+    result = run("warm serverless", given)
     assert result.exit_code == 2
     assert given in result.output

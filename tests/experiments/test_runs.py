@@ -5,18 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from servegym.experiments.cli import app
 from servegym.experiments.papers.plotting import pyplot
 from servegym.experiments.runs import draw_runs
 
+from ..runner import servegym
+
 ROUTING, PLACEMENT = "servegym/LLMRouting-v1", "servegym/ExpertPlacement-v0"
 image = pytest.importorskip("PIL.Image")
-
-
-def call(*words):
-    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
 
 
 def make_run(folder, env_id, scores, rule=0.6, **env_kwargs):
@@ -80,12 +76,12 @@ def test_an_environment_of_another_package_has_a_curve(tmp_path, figures):
 
 def test_plot_writes_the_picture_into_the_first_run(tmp_path):
     runs = [make_run(tmp_path / name, ROUTING, {0: 0.1, 9: 0.2}) for name in ("one", "two")]
-    result = call("plot", *runs)
+    result = servegym("plot", *runs)
     assert result.exit_code == 0 and str(runs[0] / "curve.png") in result.output, result.output
     with image.open(runs[0] / "curve.png") as picture:
         assert picture.format == "PNG"
     assert not (runs[1] / "curve.png").exists()
-    assert call("plot", *runs, "--out", tmp_path / "x.png").exit_code == 0
+    assert servegym("plot", *runs, "--out", tmp_path / "x.png").exit_code == 0
     assert (tmp_path / "x.png").exists()
 
 
@@ -99,7 +95,7 @@ def test_what_cannot_be_drawn_is_refused_by_name(tmp_path):
         ([routing, placement], ("routing is of llm_routing", "placement is of expert_placement")),
         ([routing, "--out", tmp_path / "x.gif"], (".png",)),
     ):
-        result = call("plot", *runs)
+        result = servegym("plot", *runs)
         assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
         assert all(name in result.stderr for name in named), result.stderr
     assert not list(tmp_path.rglob("*.png"))
@@ -113,11 +109,12 @@ def test_render_finds_what_a_run_has_learned_to_do(tmp_path, monkeypatch):
         asked.update(env_id=env_id, policy=Path(policy), env_kwargs=env_kwargs, out=out)
 
     monkeypatch.setattr("servegym.experiments.render.render_episode", render_episode)
-    assert call("render", "--policy", run, "--set", "rate=5").exit_code == 0
+    assert servegym("render", "--policy", run, "--set", "rate=5").exit_code == 0
     assert asked["env_id"] == ROUTING and asked["policy"] == run
     assert asked["env_kwargs"] == {"rate": 5, "episode_requests": 30}
     assert asked["out"] == run / "ppo_1.gif"
-    assert call("render", PLACEMENT, "--policy", run, "--out", tmp_path / "x.mp4").exit_code == 0
+    words = ("--policy", run, "--out", tmp_path / "x.mp4")
+    assert servegym("render", PLACEMENT, *words).exit_code == 0
     assert asked["env_id"] == PLACEMENT and asked["env_kwargs"] == {}
     assert asked["out"] == tmp_path / "x.mp4"
 
@@ -134,7 +131,7 @@ def test_render_needs_an_id_and_a_library_for_videos(tmp_path, monkeypatch, word
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "moviepy", None)
     monkeypatch.setattr("servegym.experiments.render.open_envs", lambda *_: pytest.fail("worked"))
-    result = call("render", *words)
+    result = servegym("render", *words)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
     assert named in result.stderr
 
@@ -143,7 +140,7 @@ def test_a_video_has_even_sides(tmp_path):
     moviepy = pytest.importorskip("moviepy")
     out = tmp_path / "episode.mp4"
     words = ("--policy", "greedy_qos", "--steps", 4, "--set", "episode_requests=20")
-    result = call("render", ROUTING, *words, "--out", out)
+    result = servegym("render", ROUTING, *words, "--out", out)
     assert result.exit_code == 0, result.output
     with moviepy.VideoFileClip(str(out)) as clip:
         assert clip.n_frames == 4 and all(side % 2 == 0 for side in clip.size)

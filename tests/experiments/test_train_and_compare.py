@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from servegym.experiments import train_and_compare as run
-from servegym.experiments.cli import app
+
+from ..runner import servegym
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -40,7 +40,7 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     checkpoint = tmp_path / "last.safetensors"
     arguments = ["evaluate", "servegym/LLMRouting-v1", "--policy", str(checkpoint)]
     arguments += ["--episodes", "2", "--set", "episode_requests=30"]
-    result = CliRunner().invoke(app, arguments)
+    result = servegym(*arguments)
     assert result.exit_code == 0 and "sac_rows" in result.output, result.output
     # Two trainings of one setting are compared without another training.
     paths = [str(checkpoint)] * 2

@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.interpolate import RegularGridInterpolator
-from typer.testing import CliRunner
 
-from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.compose import (
     OTHER_MODEL_SD,
@@ -24,6 +22,8 @@ from servegym.hardware_profiles.kernels import load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.schema import read_json
+
+from ..runner import servegym
 
 
 class Slow:
@@ -438,18 +438,17 @@ def test_bad_input(card, model, kwargs, message):
 
 def test_command(tmp_path):
     out = tmp_path / "mine.json"
-    run = CliRunner().invoke
     words = ["profile", "--card", "h100", "--model", "qwen3-8b", "--tp", "2", "--out", str(out)]
-    result = run(app, words)
+    result = servegym(*words)
     assert result.exit_code == 0, result.output
     profile = load(out)
     assert profile.to_dict() == compose("h100", "qwen3-8b", tp=2).to_dict()
     assert load("h100-llama-3.1-8b").name == "h100-llama-3.1-8b"
     assert compose("H100", "Llama-3.1-8B").name == "h100-llama-3.1-8b-composed"
-    listed = run(app, ["profile", "--list"]).output
+    listed = servegym("profile", "--list").output
     assert "card h100" in listed and "model gpt-oss-20b" in listed
-    assert run(app, ["profile", "--card", "h100"]).exit_code == 2
-    lost = run(app, [*words[:-1], str(tmp_path / "nowhere" / "mine.json")])
+    assert servegym("profile", "--card", "h100").exit_code == 2
+    lost = servegym(*words[:-1], tmp_path / "nowhere" / "mine.json")
     assert lost.exit_code == 2 and "its folder does not exist" in lost.output
 
 

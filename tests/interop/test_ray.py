@@ -110,7 +110,7 @@ def test_the_command_has_its_own_cluster_or_joins_one(where, tmp_path):
     out = tmp_path / "rows.json"
     words = ["evaluate", "servegym/LLMRouting-v1", "--policy", "random", "--episodes", "3"]
     words += ["--num-envs", "2", "--set", "num_experts=3", "--set", "episode_requests=30"]
-    start = "from servegym.experiments.cli import app; app()"
+    start = "from servegym.experiments.cli import main; main()"
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if where == "auto" else {}
     done = subprocess.run(
         [sys.executable, "-c", start, *words, "--ray", where, "--out", str(out)],

@@ -158,7 +158,7 @@ def test_a_full_disk_is_named_by_what_grows_line_by_line(tmp_path):
 
 
 def test_a_full_standard_output_is_named():
-    words = [sys.executable, "-c", "from servegym.experiments.cli import app; app()", "profiles"]
+    words = [sys.executable, "-c", "from servegym.experiments.cli import main; main()", "profiles"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
     told = "servegym: error: [Errno 28] No space left on device: 'standard output'\n"

@@ -28,9 +28,9 @@ from servegym.envs.workloads.activations import make_toy_activations, read_activ
 from servegym.envs.workloads.build.activations import write_activations
 from servegym.envs.workloads.catalog import read_catalog
 from servegym.envs.workloads.traces import load_trace, read_requests
-from servegym.experiments.cli import REPLAYED as FIELDS
 from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.replay import REPLAYED as FIELDS
 from servegym.hardware_profiles.calibrate import check
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.measure.table import ResumableTable

@@ -17,8 +17,8 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.prefix_traces import load_prefix_trace
 from servegym.envs.workloads.requests import load_requests
 from servegym.envs.workloads.traces import load_trace, read_requests
-from servegym.experiments.cli import REPLAYED
 from servegym.experiments.fidelity.measured_run import load_run
+from servegym.experiments.replay import REPLAYED
 
 Rows = list[list[tuple[str, Any]]]  # the fields of each row, in their order
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._command_line import parse_settings, run_main
+from servegym._command_line import parse_settings
 from servegym._files import write_text
 from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
 from servegym.experiments.live.gateway import GatewayRouter
@@ -87,7 +87,7 @@ def _write_litellm(
     return options.folder / "config.yaml"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym gateway litellm | endpoint-picker``."""
     parser = argparse.ArgumentParser(
         prog="servegym gateway", description="A policy inside a gateway before your servers."
@@ -130,7 +130,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gate = Gate(router, names=[one.name for one in servers], predict=predict)
     endpoint_picker.run(gate, [one.url for one in servers], options.host, options.port)
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

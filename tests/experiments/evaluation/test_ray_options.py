@@ -3,11 +3,11 @@
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 from servegym.agents.lib.ray_cluster import check_ray
-from servegym.experiments.cli import app
 from servegym.experiments.evaluation import evaluate, leaderboard
+
+from ...runner import servegym
 
 WORDS = {
     "evaluate": ["evaluate", "servegym/LLMRouting-v1", "--policy", "random"],
@@ -35,7 +35,7 @@ def test_a_command_is_stopped_before_any_work(command, no_work, tmp_path, monkey
         ("remote", "ray is 'remote'; allowed are 'auto'"),
         ("local", "ray is not installed; in a checkout of servegym: pip install '.[ray]'"),
     ):
-        result = CliRunner().invoke(app, [*WORDS[command], "--ray", where])
+        result = servegym(*WORDS[command], "--ray", where)
         assert result.exit_code == 2 and message in result.output
     assert not list(tmp_path.iterdir())
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from servegym.experiments.cli import app
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.fidelity import comparison, report
 from servegym.experiments.fidelity.comparison import check_devices, matching_profile
@@ -16,6 +14,8 @@ from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.compose import compose
 from servegym.hardware_profiles.host import engine_host
+
+from ...runner import servegym
 
 PROFILE = "rtx4090-llama-3.1-8b"
 CLOCK = 1.7e9  # the client's clock runs far ahead of the engine's
@@ -126,7 +126,7 @@ def test_the_command(folder, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     words = ["fidelity", "--run", str(folder), "--out", str(out)]
-    result = CliRunner().invoke(app, words)
+    result = servegym(*words)
     assert result.exit_code == 0, result.output
     stems = ("course", "errors", "latencies", "sensitivity")
     assert {path.name for path in out.iterdir()} == {
@@ -271,7 +271,7 @@ def test_what_a_run_does_not_have_is_left_out(tmp_path, capsys):
 def test_missing_runs_and_profiles_are_named(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("SERVEGYM_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["fidelity"])
+    result = servegym("fidelity")
     assert result.exit_code == 2 and "--run" in result.stderr
     run = replace(load_run(folder), device="NVIDIA GeForce RTX 4091")
     with pytest.raises(ValueError, match=r"RTX 4091.*--profile"):

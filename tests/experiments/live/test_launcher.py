@@ -130,7 +130,8 @@ def test_nothing_is_left_of_a_start_that_is_ended(tmp_path, victim, number):
         f'[[server]]\nname = "a"\nengine = "llama.cpp"\nmodel = "{TINY}"\npython = "{script}"\n'
     )
     folder = tmp_path / "run"
-    words = [sys.executable, "-m", "servegym.experiments.live.command", "up"]
+    code = "from servegym.experiments.cli import main; main()"
+    words = [sys.executable, "-c", code, "real", "up"]
     words += [str(tmp_path / "fleet.toml"), "--folder", str(folder)]
     with subprocess.Popen(words, stderr=subprocess.PIPE) as up:
         while len(pids := _below(launcher._supervisor(folder))) < 3:

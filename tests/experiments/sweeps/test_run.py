@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -146,13 +147,13 @@ def test_unknown_sweeps_and_counts_are_named(tmp_path: Path) -> None:
 
 
 def test_runs_are_chosen_in_range_the_best_evaluation_counts_and_a_sweep_goes_on(
-    tmp_path: Path, agent: Path
+    tmp_path: Path, agent: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines: list[str] = []
     sweep = read_sweep(written(tmp_path))
     run_sweep(sweep, 1, 1, tmp_path / "out")
     first = {row["trial"]: row["eval/score"] for row in table(tmp_path / "out")}
-    out = run_sweep(sweep, 5, 2, tmp_path / "out", echo=lines.append)
+    capsys.readouterr()
+    out = run_sweep(sweep, 5, 2, tmp_path / "out")
     rows = table(out)
     assert first.items() <= {row["trial"]: row["eval/score"] for row in rows}.items()
     assert len(rows) == 5 and {row["state"] for row in rows} == {"complete"}
@@ -170,7 +171,7 @@ def test_runs_are_chosen_in_range_the_best_evaluation_counts_and_a_sweep_goes_on
     shares = [row["importance"] for row in read_rows(out / "importance.csv")]
     assert sum(shares) == pytest.approx(1, abs=1e-3)
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert len([line for line in lines if line.startswith("trial_")]) == 4
+    assert len(re.findall(r"^trial_", capsys.readouterr().out, re.M)) == 4
     other = read_sweep(written(tmp_path, GOOD.replace("[8, 16, 32]", "[8, 16]")))
     for changed, fixed in ((other, {}), (sweep, {"width": 8})):
         with pytest.raises(ValueError, match="holds another sweep"):
