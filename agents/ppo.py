@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs, run_agent
+from servegym.agents.lib.arguments import Positive, PositiveShare, RunArgs, Share, Weight, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import (
     action_masks,
@@ -67,15 +67,15 @@ class Args(RunArgs):
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     total_timesteps: int = 250_000
     """environment steps (decisions) over all environments"""
-    learning_rate: float = 1e-3
+    learning_rate: Share = 1e-3
     """learning rate, falling linearly to zero"""
     num_envs: int = 64
     """parallel environments"""
     num_steps: int = 64
     """steps of each environment between updates"""
-    gamma: float = 0.98
+    gamma: Share = 0.98
     """discount per decision"""
-    gae_lambda: float = 0.95
+    gae_lambda: Share = 0.95
     """lambda of the generalised advantage estimate"""
     num_minibatches: int = 8
     """minibatches an epoch"""
@@ -83,15 +83,15 @@ class Args(RunArgs):
     """passes over the collected steps"""
     own_requests: bool = False
     """pay each decision for its own request: rollouts are episodes of ``num_steps`` decisions"""
-    average: float = 0.0
+    average: Share = 0.0
     """share of new weights in the average that is evaluated and saved, an update; 0: no average"""
-    clip_coef: float = 0.2
+    clip_coef: PositiveShare = 0.2
     """clipping of the probability ratio"""
-    ent_coef: float = 0.003
+    ent_coef: Weight = 0.003
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: Weight = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: Positive = 0.5
     """largest norm of a gradient"""
     width: int = 64
     """hidden units of every layer"""

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.lib import checkpoint, environments, run_log
-from servegym.agents.lib.arguments import RunArgs, run_agent
+from servegym.agents.lib.arguments import Positive, RunArgs, Share, Weight, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.baselines.llm_routing import features
 from servegym.baselines.llm_routing.latency import ExpectedQos
@@ -84,17 +84,17 @@ class Args(RunArgs):
     """steps in a batch"""
     updates_per_step: int = 2
     """gradient updates after each step of all environments"""
-    gamma: float = 0.995
+    gamma: Share = 0.995
     """discount per decision"""
-    lam: float = 0.95
+    lam: Share = 0.95
     """lambda of the returns"""
-    lr: float = 3e-3
+    lr: Share = 3e-3
     """learning rate of actor and critics at first; it falls linearly to a hundredth"""
-    target_entropy: float = 0.3
+    target_entropy: Weight = 0.3
     """nats at which the temperature, the weight of the policy's entropy, holds it"""
     eval_every: int = 25_000
     """steps between evaluations on the validation split; there is one before the first step"""
-    eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
+    eval_rates: tuple[Positive, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
 
 
