@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, Threads, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.parallel import Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
@@ -84,7 +84,7 @@ class Args(RunArgs):
     """fleets or settings of the validation, on the validation split (3, 24, 14)"""
     eval_episodes: int = 0
     """episodes of each of them (8, 4, 4)"""
-    workers: int = 1
+    workers: Threads = 1
     """processes that play episodes; the result is the same for every number"""
     ray: str = ""
     """Ray cluster that plays them in their place: auto, local or local:N; none if empty"""

@@ -32,7 +32,14 @@ import torch
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs, grouped_settings, run_agent
+from servegym.agents.lib.arguments import (
+    Positive,
+    PositiveShare,
+    RunArgs,
+    Share,
+    grouped_settings,
+    run_agent,
+)
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -62,23 +69,23 @@ class Args(RunArgs):
     """parallel environments"""
     group_size: int = 8
     """environments that share their requests and differ by the actions alone"""
-    traffic_s: float = 100.0
+    traffic_s: Positive = 100.0
     """seconds of traffic after a placement; evaluations are of full length"""
-    learning_rate: float = 3e-3
+    learning_rate: Share = 3e-3
     """learning rate of the network at first; it falls linearly to zero"""
-    table_learning_rate: float = 0.06
+    table_learning_rate: Share = 0.06
     """learning rate of the table at first; it falls linearly to zero"""
-    std_first: float = 0.6
+    std_first: Positive = 0.6
     """standard deviation of the outputs at first"""
-    std_last: float = 0.12
+    std_last: Positive = 0.12
     """standard deviation of the outputs at last, linear in between"""
-    height_unit: float = 4.0
+    height_unit: Positive = 4.0
     """height of an output of one, in units of the logarithm of a share"""
     update_epochs: int = 4
     """passes over the collected placements"""
-    common_credit: float = 0.0
+    common_credit: Share = 0.0
     """part of a server's advantage that is for the mean latency of all, from 0 (own credit) to 1"""
-    clip_coef: float = 0.4
+    clip_coef: PositiveShare = 0.4
     """clipping of the ratio of probabilities"""
     width: int = 64
     """hidden units of both layers"""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs, run_agent
+from servegym.agents.lib.arguments import Positive, PositiveShare, RunArgs, Share, Weight, run_agent
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -61,23 +61,23 @@ class Args(RunArgs):
     """steps of each environment between updates"""
     width: int = 64
     """hidden units of every layer"""
-    learning_rate: float = 1e-3
+    learning_rate: Share = 1e-3
     """learning rate at first; it falls linearly to zero"""
-    gamma: float = 0.9
+    gamma: Share = 0.9
     """discount per request"""
-    gae_lambda: float = 0.9
+    gae_lambda: Share = 0.9
     """lambda of the generalised advantage estimate"""
     num_minibatches: int = 4
     """minibatches per epoch"""
     update_epochs: int = 4
     """passes over the collected steps"""
-    clip_coef: float = 0.2
+    clip_coef: PositiveShare = 0.2
     """clipping of the probability ratio"""
-    ent_coef: float = 0.01
+    ent_coef: Weight = 0.01
     """weight of the entropy bonus at first; it falls linearly to zero"""
-    vf_coef: float = 0.5
+    vf_coef: Weight = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: Positive = 0.5
     """largest norm of a gradient"""
     eval_every: int = 81_920
     """steps between evaluations on the validation split"""

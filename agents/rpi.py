@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import Positive, RunArgs, Weight, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import SERIAL, Workers
@@ -82,21 +82,21 @@ class Args(RunArgs):
     """parallel environments, as many of each configuration"""
     candidates: int = 3
     """actions tried in a state: that of the rollouts' policy and likely ones"""
-    spread: float = 0.1
+    spread: Positive = 0.1
     """temperature, in scores, at which the likely ones are drawn"""
-    horizon_s: float = 8.0
+    horizon_s: Positive = 8.0
     """length of a rollout, simulated seconds: about what the longest answer takes within L"""
-    near: float = 0.0
+    near: Weight = 0.0
     """loss, in scores, up to which all copies of a state take the same action"""
     improve_from: int = 0
     """labels after which rollouts follow the last fit in place of the heuristic (0: never)"""
     fit_every: int = 50_000
     """labels between two fits; each starts afresh on all of them, and its policy goes on"""
-    ridge: float = 0.5
+    ridge: Weight = 0.5
     """weight of the squares of what is added to actions that were not tried"""
     eval_episodes: int = 16
     """episodes per rate and evaluation on the validation split; the best policy is saved"""
-    eval_rates: tuple[float, ...] = (3.0, 5.0, 8.0, 10.0)
+    eval_rates: tuple[Positive, ...] = (3.0, 5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
     ray: str = ""
     """Ray cluster that plays the rollouts: auto, local or local:N; none if empty"""

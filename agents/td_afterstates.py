@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from servegym.agents.lib import checkpoint, environments, run_log
-from servegym.agents.lib.arguments import RunArgs, run_agent
+from servegym.agents.lib.arguments import Positive, RunArgs, Share, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs.llm_routing.outcomes import OutcomeReader
@@ -66,23 +66,23 @@ class Args(RunArgs):
     """gradient updates after each episode of all environments"""
     batch_size: int = 1024
     """queues in a batch"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount per decision of what later requests earn"""
-    lam: float = 0.9
+    lam: Share = 0.9
     """lambda of the returns"""
-    rent: float = 1.0
+    rent: Share = 1.0
     """share of the rent that is charged; it rises from zero in the first ``rent_rises``"""
-    rent_rises: float = 0.2
+    rent_rises: Share = 0.2
     """share of the training in which it does"""
-    temperature: float = 0.025
+    temperature: Positive = 0.025
     """of the policy, in scores"""
-    explore: float = 0.01
+    explore: Share = 0.01
     """share of random legal actions"""
-    lr: float = 3e-3
+    lr: Share = 3e-3
     """learning rate at first; it falls linearly to a fiftieth"""
     eval_every: int = 100_000
     """steps between evaluations on the validation split; there is one before the first step"""
-    eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
+    eval_rates: tuple[Positive, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
 
 

@@ -153,10 +153,8 @@ _PLACEMENT = {
     for name in ("edge_hetero", "paper_testbed")
 }
 TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "ppo": {
-        "LLM routing": ("routing/learning_ppo",),
-        "Prefix routing": ("prefix/learning_curves", "prefix/learning"),
-    },
+    "ppo": {"LLM routing": ("routing/learning_ppo",)},
+    "ppo_requests": {"Prefix routing": ("prefix/learning_curves", "prefix/learning")},
     "sac_rows": {"LLM routing": ("routing/learning_sac_rows",)},
     "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
     "td_afterstates": {"LLM routing": ("routing/learning_td_afterstates",)},

@@ -8,29 +8,30 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
-from servegym._checks import real
+from servegym._checks import LARGEST, real
 from servegym._command_line import parse_settings, run_main
 from servegym.agents.lib.run_log import STOPS
 
-SHARE, ABOVE_ZERO = (0.0, 1.0, False), (0.0, 1e6, True)
-BOUNDS: dict[str, tuple[float, float, bool]] = {
-    **dict.fromkeys(("gamma", "lam", "gae_lambda", "common_credit"), SHARE),
-    **dict.fromkeys(("explore", "rent", "rent_rises"), SHARE),
-    "temperature": ABOVE_ZERO,
-    **dict.fromkeys(("lr", "learning_rate", "table_learning_rate"), SHARE),
-    "clip_coef": (0.0, 1.0, True),
-    **dict.fromkeys(("max_grad_norm", "std_first", "std_last", "height_unit"), ABOVE_ZERO),
-    **dict.fromkeys(("traffic_s", "horizon_s", "spread", "eval_rates"), ABOVE_ZERO),
-}
-"""Field -> the least and greatest number, and whether it must be above the least; those that are
-not here are from zero to a thousand."""
-MOST = {"seed": 2**32 - 1, "total_timesteps": 10**12, "torch_threads": 1024, "workers": 1024}
-"""Field -> the greatest whole number, a billion for counts that are not here."""
-_MAY_BE_ZERO = ("seed",)  # so may whole numbers that are zero by default
+
+class Bounds(NamedTuple):
+    """The least and the greatest number of a field, and whether it must be above the least."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+Share = Annotated[float, Bounds(0.0, 1.0)]
+PositiveShare = Annotated[float, Bounds(0.0, 1.0, above=True)]
+Positive = Annotated[float, Bounds(0.0, 1e6, above=True)]
+Weight = Annotated[float, Bounds(0.0, 1e3)]
+Threads = Annotated[int, Bounds(1, 1024)]
+"""Types of an agent's numbers, with bounds. A plain ``int`` is a count: from 1, or from a default
+below that, to 10^12. A plain ``float`` is any finite number."""
 
 
 def at_least(name: str, value: int, least: int, most: float = math.inf) -> None:
@@ -50,9 +51,9 @@ def at_least(name: str, value: int, least: int, most: float = math.inf) -> None:
 class RunArgs:
     """Flags of every run."""
 
-    seed: int = 1
+    seed: Annotated[int, Bounds(0, 2**32 - 1)] = 1
     """seed of the networks, the exploration and the training episodes"""
-    torch_threads: int = 1
+    torch_threads: Threads = 1
     """threads of torch"""
     track: bool = False
     """log to wandb as well; its team is taken from WANDB_ENTITY"""
@@ -76,17 +77,20 @@ class RunArgs:
         """
         if self.run_name and (self.run_name == ".." or Path(self.run_name).name != self.run_name):
             raise ValueError(f"run_name: got {self.run_name!r}; it must name one folder in out_dir")
-        types = get_type_hints(type(self))
+        hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if types[name] is int:
-                least = int(field.default != 0 and name not in _MAY_BE_ZERO)
-                at_least(name, value, least, MOST.get(name, 10**9))
-            elif types[name] in (float, tuple[float, ...]):
-                low, high, above = BOUNDS.get(name, (0.0, 1e3, False))
-                several = isinstance(value, tuple | list)
+            name, value, hint = field.name, getattr(self, field.name), hints[field.name]
+            several = get_origin(hint) is tuple
+            hint = get_args(hint)[0] if several else hint
+            kind, *declared = get_args(hint) or (hint,)
+            bounds = next((one for one in declared if isinstance(one, Bounds)), None)
+            if kind is int:
+                low, high, _ = bounds or Bounds(min(1, int(field.default)), 10**12)
+                at_least(name, value, low, high)
+            elif kind is float:
                 if several and not value:
                     raise ValueError(f"{name}: got none; give one number or more")
+                low, high, above = bounds or Bounds(-LARGEST, LARGEST)
                 for number in value if several else (value,):
                     real(name, number, low, high, open_low=above)
 

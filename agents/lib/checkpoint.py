@@ -28,6 +28,7 @@ AGENTS = (
     "sac_rows",
     "td_afterstates",
     "ppo",
+    "ppo_requests",
     "rpi",
     "cem",
     "ppo_serverless",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,21 +56,67 @@ def _play(family: Family, episodes: int, seed: int, env_kwargs: Mapping[str, Any
     if rule.env_kwargs:
         envs.close()
         envs = make_envs(family.env_id, episodes, **env_kwargs, **rule.env_kwargs)
-    observation, info = envs.reset(seed=seed)
     rule.reset(episodes, seed=seed)
-    returns, alive, decisions = np.zeros(episodes), np.ones(episodes, bool), 0
+    return _play_episodes(name, rule.act, envs, seed, rule.episode_start)
+
+
+def _play_episodes(
+    name: str,
+    act: Callable[[Any, Any], Any],
+    envs: gym.vector.VectorEnv,
+    seed: int,
+    episode_start: Callable[[NDArray[np.bool_]], None] = lambda done: None,
+) -> Played:
+    """The first episode of every environment, side by side; closes them."""
+    observation, info = envs.reset(seed=seed)
+    returns, alive, decisions = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool), 0
     kpis: dict[str, NDArray[np.float64]] = {}
     while alive.any():
-        action = rule.act(observation, info.get("action_mask"))
+        action = act(observation, info.get("action_mask"))
         observation, reward, terminated, truncated, info = envs.step(action)
         returns, decisions = returns + reward * alive, decisions + int(alive.sum())
         done = terminated | truncated
         for key, values in info.get("final_info", {}).get("episode_kpis", {}).items():
             kpis[key] = np.where(done & alive, values, kpis.get(key, 0.0))
         alive &= ~done
-        rule.episode_start(done)
+        episode_start(done)
     envs.close()
     return Played(name, returns, decisions, kpis)
+
+
+MEASURES = {"llm_routing": ("QoS", "completed_qos"), "prefix_routing": ("attainment", "slo")}
+"""Family -> what is told of a request, and the reward that pays just that."""
+
+
+class Validation:
+    """The same episodes each time: of `MEASURES`' reward on the validation split, or plain ones.
+
+    Args:
+        env_id: The environment.
+        episodes: How many.
+        env_kwargs: Arguments of the environment.
+
+    Attributes:
+        metric: What a score is: the mean over requests of a family's measure, or the mean return.
+        rule: A rule of the family and its score in these episodes; None where none plays.
+    """
+
+    def __init__(self, env_id: str, episodes: int, env_kwargs: Mapping[str, Any]) -> None:
+        family = find_family(env_id)
+        self.metric, reward = MEASURES.get(family.name if family else "", ("mean return", ""))
+        self.env_id, self.episodes, self.by_request = env_id, episodes, bool(reward)
+        self.env_kwargs = {**env_kwargs} | ({"reward": reward, "split": "val"} if reward else {})
+        played = play_rule(env_id, episodes, 10_000, **self.env_kwargs)
+        self.rule = played and (played.rule, self._score(played))
+
+    def score(self, act: Callable[[Any, Any], Any]) -> float:
+        """What is reached by actions (B,) for a batch of observations and their masks, if any."""
+        envs = make_envs(self.env_id, self.episodes, **self.env_kwargs)
+        return self._score(_play_episodes("", act, envs, 10_000))
+
+    def _score(self, played: Played) -> float:
+        returns = played.returns
+        return float(returns.sum() / played.decisions if self.by_request else returns.mean())
 
 
 def _points(

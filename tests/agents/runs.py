@@ -30,6 +30,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "baseline_rl": ("sac_rows", OFF_POLICY | {"rows": "experts", "shaping": False}),
     "td_afterstates": ("td_afterstates", EPISODES),
     "ppo": ("ppo", ON_POLICY | {"eval_episodes": 2}),
+    "ppo_requests": ("ppo_requests", ON_POLICY | {"eval_episodes": 2, "average": 0.1}),
     "rpi": ("rpi", LABELS),
     "direct_search": ("cem", SEARCH | {"set": ("num_experts=2", "episode_requests=30", "rate=4")}),
     "fleet_search": ("cem", SEARCH | {"set": ("fleet=random", DRAWN, "episode_requests=20")}),

@@ -1,10 +1,10 @@
-"""PPO: masks, rows that are treated alike, learning, other ids."""
+"""PPO: masks, rows that are treated alike, learning, other ids, requests paid for."""
 
 import numpy as np
 import pytest
 import torch
 
-from servegym.agents import load_policy, ppo
+from servegym.agents import load_policy, ppo, ppo_requests
 from servegym.envs.prefix_routing.outcomes import OutcomeReader
 
 from .runs import lines, tiny
@@ -41,25 +41,15 @@ SHORT = ("episode_requests=20", "warmup_requests=5")
 
 
 @pytest.mark.parametrize(
-    ("env_id", "settings", "view", "own"),
+    ("env_id", "settings", "view"),
     [
-        ("CartPole-v1", (), None, False),
-        ("servegym/PrefixRoutingFlat-v3", ("num_replicas=2", *SHORT), "flat", False),
-        ("servegym/PrefixRoutingSummary-v3", ("num_replicas=2", *SHORT), "summary", True),
-        (
-            "servegym/LLMRoutingExperts-v3",
-            ("episode_requests=20", "num_experts=3"),
-            "experts",
-            False,
-        ),
-        ("servegym/LLMRoutingSummary-v3", ("num_experts=3", SHORT[0]), "summary", True),
+        ("CartPole-v1", (), None),
+        ("servegym/PrefixRoutingFlat-v3", ("num_replicas=2", *SHORT), "flat"),
+        ("servegym/LLMRoutingExperts-v3", ("episode_requests=20", "num_experts=3"), "experts"),
     ],
 )
-def test_other_ids_train(tmp_path, env_id, settings, view, own):
-    args = tiny("ppo", tmp_path, env_id=env_id, set=settings, own_requests=own, average=0.1 * own)[
-        1
-    ]
-    run = ppo.train(args)
+def test_other_ids_train(tmp_path, env_id, settings, view):
+    run = ppo.train(tiny("ppo", tmp_path, env_id=env_id, set=settings)[1])
     log = lines(run)
     assert "charts/episodic_return" in log[-1] or "charts/episodic_return" in log[-2]
     if view is not None:
@@ -74,22 +64,17 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
     seen = []
     read = OutcomeReader.read
     monkeypatch.setattr(OutcomeReader, "read", lambda self: seen.append(read(self)) or seen[-1])
-    ppo.train(
-        tiny(
-            "ppo",
-            tmp_path,
-            env_id="servegym/PrefixRoutingSummary-v3",
-            set=("num_replicas=2", *SHORT),
-            own_requests=True,
-        )[1]
-    )
+    prefixed = {"env_id": "servegym/PrefixRoutingSummary-v3", "set": ("num_replicas=2", *SHORT)}
+    run = ppo_requests.train(tiny("ppo_requests", tmp_path, **prefixed)[1])
     for ended in seen:  # each decision of each environment once
         pairs = set(zip(ended["row"].tolist(), ended["decision"].tolist(), strict=True))
         rows, steps = ended["row"].max() + 1, ended["decision"].max() + 1
         assert len(pairs) == len(ended) == rows * steps and np.ptp(ended["reward"]) > 0
-    args = tiny("ppo", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v1", own_requests=True)[1]
-    with pytest.raises(ValueError, match="own_requests"):
-        ppo.train(args)
+    assert seen and "charts/episodic_return" in lines(run)[-1]
+    assert load_policy(run).env_view == "summary"
+    args = tiny("ppo_requests", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v1")[1]
+    with pytest.raises(ValueError, match="env_id: .* are not told when they end"):
+        ppo_requests.train(args)
 
 
 def test_a_short_training_rises_above_its_random_weights(tmp_path):

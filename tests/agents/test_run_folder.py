@@ -5,7 +5,7 @@ import re
 import shlex
 import signal
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 from servegym.agents import load_policy, ppo, rpi
 from servegym.agents.lib import evaluation, run_log
-from servegym.agents.lib.arguments import run_agent
+from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import AGENTS
 from servegym.agents.lib.run_log import RunLog
 from servegym.experiments.evaluation.evaluate import evaluate
@@ -237,17 +237,29 @@ def test_every_number_of_every_agent_has_bounds(agent):
     args = import_module(f"servegym.agents.{agent}").Args
     for field in fields(args):
         wrong = {
-            "int": (-1, 10**18, 2.5, True),
-            "float": (-1e30, 1e30, np.nan, np.inf),
-            "tuple[float, ...]": ((), (5.0, np.nan), (0.0,), (1e30,)),
-        }.get(str(field.type), ())
+            int: (-1, 10**18, 2.5, True),
+            float: (-1e30, 1e30, np.nan, np.inf),
+            tuple: ((), (5.0, np.nan), (0.0,), (1e30,)) if "Positive" in str(field.type) else (),
+        }.get(type(field.default), ())
         for value in wrong:
             with pytest.raises(ValueError, match=f"^{field.name}[:=]"):
                 args(**{field.name: value}).check()
-    named = {"gamma": 1.5, "lr": 1e30, "learning_rate": 2.0, "gae_lambda": -0.1, "lam": 1.01}
-    for name in named.keys() & {field.name for field in fields(args)}:
-        with pytest.raises(ValueError, match=f"^{name}="):
-            args(**{name: named[name]}).check()
+
+
+def test_a_number_of_a_new_agent_has_no_bounds_of_others(tmp_path):
+    @dataclass
+    class Args(RunArgs):
+        log_alpha: float = -3.5
+        lam: float = 2.0
+        total_timesteps: int = 1
+
+    @run_log.saves_when_interrupted
+    def train(args):
+        return RunLog(args, "new").run
+
+    assert (train(Args(out_dir=str(tmp_path))) / "metrics.jsonl").exists()
+    with pytest.raises(ValueError, match="^log_alpha="):
+        train(Args(log_alpha=np.nan))
 
 
 def test_an_id_is_looked_up_among_the_families(tmp_path):

@@ -4,11 +4,11 @@
 
     python -m servegym.experiments.studies.prefix.learning --checkpoints runs/prefix
 
-trains ``agents/ppo.py`` into that folder, five seeds a scenario, at rates drawn from its ``train``;
-what is there is not trained again. The last policies then play the same episodes of
+trains ``agents/ppo_requests.py`` into that folder, five seeds a scenario, at rates drawn from its
+``train``; what is there is not trained again. The last policies then play the same episodes of
 the eval split as the rules, at the rates of `SCENARIOS`. So do two controls: the networks before
-they learn anything (``ppo untrained``), and one training whose payments go to other decisions than
-those that earned them (``ppo shuffled``).
+they learn anything (``untrained``), and one training whose payments go to other decisions than
+those that earned them (``shuffled``).
 
 What a policy decides is in two columns: ``slow_share`` is the share of the requests that each of
 the cards that decode slowest gets, ``match_share`` that of the prompts' tokens that the gateway's
@@ -60,9 +60,9 @@ SCENARIOS: dict[str, Scenario] = {
     "mooncake": {"rates": (10.0,), "train": [8, 12], "steps": 128_000},
 }
 """Rates that are measured, those of the trainings, and their decisions."""
+PPO = "ppo_requests"
 AGENT: dict[str, Any] = {
     "env_id": SUMMARY_ID,
-    "own_requests": True,
     "average": 0.01,
     "num_envs": 32,
     "num_steps": 500,
@@ -110,21 +110,22 @@ def trained(
     Args:
         folder: Where they are.
         name: What their own names begin with.
-        arguments: Of `servegym.agents.ppo.Args`.
+        arguments: Of `servegym.agents.ppo_requests.Args`.
         seeds: A run for each.
     """
-    from servegym.agents import ppo
+    from servegym.agents import ppo_requests
 
     runs = [folder / f"{name}_{seed}" for seed in seeds]
     for seed, run in zip(seeds, runs, strict=True):
         if not (run / "last.safetensors").exists():
-            ppo.train(ppo.Args(**arguments, seed=seed, out_dir=str(folder), run_name=run.name))
+            args = ppo_requests.Args(**arguments, seed=seed, out_dir=str(folder), run_name=run.name)
+            ppo_requests.train(args)
     return runs
 
 
 def training(folder: Path, name: str, control: str = "") -> list[Path]:
     """The runs of a scenario, or those of a control: ``untrained`` or ``shuffled``."""
-    from servegym.agents import ppo
+    from servegym.agents import ppo_requests
 
     scenario = SCENARIOS[name]
     settings = (f'scenario="{name}"', f"rate={json.dumps(scenario['train'])}")
@@ -134,8 +135,8 @@ def training(folder: Path, name: str, control: str = "") -> list[Path]:
         arguments |= {"learning_rate": 0.0, "total_timesteps": rollout}
         return trained(folder, f"{name}_{control}", arguments)
     if control == "shuffled":
-        shuffled = partial(ShuffledOutcomes, ppo.outcome_reader, np.random.default_rng(0))
-        with patch.object(ppo, "outcome_reader", shuffled):
+        shuffled = partial(ShuffledOutcomes, ppo_requests.outcome_reader, np.random.default_rng(0))
+        with patch.object(ppo_requests, "outcome_reader", shuffled):
             return trained(folder, f"{name}_{control}", arguments, SEEDS[:1])
     return trained(folder, name, arguments)
 
@@ -186,7 +187,7 @@ def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator
     found = {rule: [play(rule)] for rule in (*RULES, *OURS)}
     found["weighted_load tuned"] = [tuned]
     runs = {
-        f"ppo {control}".rstrip(): training(options.checkpoints, name, control)
+        f"{PPO} {control}".rstrip(): training(options.checkpoints, name, control)
         for control in ("", "untrained", "shuffled")
     }
     for policy, folders in runs.items():
@@ -201,7 +202,7 @@ def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator
         row |= dict(zip(("slow_share", "match_share"), told.round(4).tolist(), strict=True))
         row["each"] = json.dumps([round(float(values.mean()), 4) for values in each])
         row["constants"] = json.dumps(constants) if policy == "weighted_load tuned" else ""
-        row["cpu_s"] = json.dumps([seconds(run) for run in runs["ppo"]]) if policy == "ppo" else ""
+        row["cpu_s"] = json.dumps([seconds(run) for run in runs[PPO]]) if policy == PPO else ""
         yield row
 
 
@@ -218,7 +219,7 @@ def seconds(run: Path) -> float:
 
 def _curves(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """The evaluations of the trainings, and the agent's rule on the same validation episodes."""
-    for policy, control in (("ppo", ""), ("ppo shuffled", "shuffled")):
+    for policy, control in ((PPO, ""), (f"{PPO} shuffled", "shuffled")):
         for seed, run in enumerate(training(options.checkpoints, at["scenario"], control), 1):
             for line in metrics(run):
                 if "eval/score" in line:
@@ -232,7 +233,7 @@ def _curve_notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterato
     *own, rule = rows
     times = []
     for seed in SEEDS:
-        run = [row for row in own if (row["policy"], row["training"]) == ("ppo", seed)]
+        run = [row for row in own if (row["policy"], row["training"]) == (PPO, seed)]
         reached = [row["cpu_s"] for row in run if row["attainment"] >= rule["attainment"]]
         times.append(f"{reached[0]:.0f}" if reached else "never")
     text = f"{rule['scenario']}: processor seconds of PPO to {rule['policy']}"
@@ -241,7 +242,7 @@ def _curve_notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterato
 
 def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
     for row in rows:
-        if row["policy"] == "ppo":
+        if row["policy"] == PPO:
             yield note(
                 f"{row['scenario']} at {row['rate']}/s: PPO {row['attainment']:.3f} "
                 f"[{row['attainment_low']:.3f}, {row['attainment_high']:.3f}], "
