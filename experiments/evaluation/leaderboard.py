@@ -257,10 +257,10 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
         best_first = ranked(rows, point)
         if not best_first:
             continue
-        headings = ["", *_headings(point, every=False)]
+        headings = ["", *_headings(point, every=False)[:2]]
         plain = {"random", report_of(point.family).naive_policy}
         shown = [
-            [str(rank), *_cells(row, point, every=False)]
+            [str(rank), *_cells(row, point, every=False)[:2]]
             for rank, row in enumerate(best_first, 1)
             if rank <= best or row["policy"] in plain
         ]
