@@ -39,11 +39,10 @@ from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
 from servegym.hardware_profiles.build.published import (
     REFERENCE_BANDWIDTH,
     REFERENCE_KERNELS,
-    read_layers,
 )
 from servegym.hardware_profiles.build.timed_steps import CARD, FOLDERS, compare, read_steps, spread
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
-from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
+from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables, read_ops
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
     FORMAT,
@@ -535,11 +534,11 @@ def _links(comm: Path, name: str) -> dict[str, Any]:
 def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
     """Elementwise ops on a card of this memory bandwidth."""
     here, qwen = data / REFERENCE_KERNELS, data / FOLDERS["qwen3-30b-a3b"]
-    dense = read_layers(here / "dense.csv", "tokens")
+    dense = read_ops(here / "dense.csv", "tokens")
     timed = {op: (dense[op], size, REFERENCE_BANDWIDTH) for op, size in _ELEMENTWISE.items()}
-    sampler = read_layers(here / "per_sequence.csv", "sequences")["sampler"]
+    sampler = read_ops(here / "per_sequence.csv", "sequences")["sampler"]
     timed["sampler"] = sampler, _SAMPLER_SIZE, REFERENCE_BANDWIDTH
-    norm = read_layers(qwen / "dense.csv", "tokens")["qk_norm"]
+    norm = read_ops(qwen / "dense.csv", "tokens")["qk_norm"]
     timed["qk_norm"] = norm, _QK_NORM_SIZE, _QWEN_BANDWIDTH
     out = {}
     for op, (seconds, size, source_bandwidth) in timed.items():
@@ -668,7 +667,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         The file's content; products of 16-bit weights only, no experts.
     """
     folder = data / REFERENCE_KERNELS
-    timed = read_layers(folder / "dense.csv", "tokens")
+    timed = read_ops(folder / "dense.csv", "tokens")
     shapes = {
         "qkv_proj": (6144, 4096),
         "o_proj": (4096, 4096),
