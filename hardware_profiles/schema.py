@@ -379,10 +379,6 @@ def kv_capacity_tokens(
 # -- files -------------------------------------------------------------------------------------
 
 
-class _RefusedError(ValueError):
-    """JSON that could be parsed and is refused."""
-
-
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file strictly: no NaN, no infinity, no key twice.
 
@@ -395,13 +391,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     file = Path(path)
 
     def constant(token: str) -> Any:
-        raise _RefusedError(f"{file.name}: {token} is no JSON number; write a finite number")
+        raise ValueError(f"{token} is no JSON number; write a finite number")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in items:
             if key in out:
-                raise _RefusedError(f"{file.name}: field {key!r}: given twice")
+                raise ValueError(f"field {key!r}: given twice")
             out[key] = value
         return out
 
@@ -417,12 +413,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{file.name}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
         ) from error
-    except RecursionError as error:
-        raise ValueError(f"{file.name}: not valid JSON: {error}") from error
-    except _RefusedError:
-        raise
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{file.name}: not valid JSON: {error}") from error
+    except (RecursionError, ValueError) as error:  # of the above, or thousands of digits
+        raise ValueError(f"{file.name}: {error}") from error
 
 
 def write_json(data: Any, path: str | os.PathLike[str]) -> None:

@@ -766,14 +766,16 @@ def decode_ratio(base: Mapping[str, Any], kernels: LawTables) -> np.ndarray:
             for i, u in enumerate(pairs)
         ]
     )
+    return _on_logs(
+        (pairs, kernels.decode_context_tokens), ratios, (base["pairs"], base["context"])
+    )
 
-    def ratio(u: float, x: float) -> float:
-        columns = [
-            np.interp(np.log(x), np.log(kernels.decode_context_tokens), row) for row in ratios
-        ]
-        return float(np.interp(np.log(u), np.log(pairs), columns))
 
-    return np.array([[ratio(u, x) for x in base["context"]] for u in base["pairs"]])
+def _on_logs(axes: Sequence[Any], values: np.ndarray, other: Sequence[Any]) -> np.ndarray:
+    """A table ``(R, C)`` on other axes, linear in the logarithms; constant beyond its own."""
+    at, to = ([np.log(axis) for axis in both] for both in (axes, other))
+    rows = np.array([np.interp(to[1], at[1], line) for line in values])
+    return np.array([np.interp(to[0], at[0], column) for column in rows.T]).T
 
 
 def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
@@ -794,11 +796,9 @@ def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
 
 def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) -> np.ndarray:
     """A decode table times a ratio that is known on another table's pairs and contexts."""
-    rows = [[np.interp(np.log(x), np.log(base["context"]), line) for x in table["context"]] for
-            line in scale]  # fmt: skip
-    columns = np.array(rows).T
-    by_pair = [np.interp(np.log(table["pairs"]), np.log(base["pairs"]), c) for c in columns]
-    return np.maximum.accumulate(np.array(table["us"]) * np.array(by_pair).T, axis=2)
+    own, other = ((t["pairs"], t["context"]) for t in (table, base))
+    ratio = _on_logs(other, scale, own)
+    return np.maximum.accumulate(np.array(table["us"]) * ratio, axis=2)
 
 
 def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:
