@@ -161,7 +161,7 @@ class Fields:
 
         return np.array(walk(self.get(key), shape, key), dtype=np.float64)
 
-    def check(self, required: Mapping[str, Check], optional: Mapping[str, Check], more=False):
+    def check(self, required: Checks, optional: Checks, more: bool = False) -> None:
         """Check every field of the object; others than these are refused unless ``more``."""
         if not more:
             self.only((*required, *optional))
@@ -172,6 +172,8 @@ class Fields:
 
 Check = Callable[[Fields, str], Any]
 """Checks a field of an object."""
+Checks = Mapping[Any, Check]
+"""Checks by field."""
 
 
 def copy_json(value: Any) -> Any:
@@ -316,9 +318,9 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     # A server seen from outside: its KV memory is given in tokens, its shape is not known.
     outside = "kv_capacity_tokens" in top.child("engine").data
 
-    def stated(facts: Mapping[str, Check], *names: str, **more: Check) -> Check:
-        must, may = dict.fromkeys(names, Fields.text), dict(more)
-        (may if outside else must).update(facts)
+    def stated(facts: Checks, *names: str, **more: Check) -> Check:
+        always = dict.fromkeys(names, Fields.text)
+        must, may = (always, {**facts, **more}) if outside else ({**always, **facts}, more)
         return lambda fields, key: fields.child(key).check(must, may, more=True)
 
     def child(check: Callable[[Fields], None]) -> Check:
