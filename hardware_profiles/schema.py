@@ -155,9 +155,8 @@ class Fields:
                 raise self.error(at, f"has {len(value)} entries; must have {dims[0]}")
             if dims is not None and len(dims) > 1:
                 return [walk(v, dims[1:], f"{at}[{i}]") for i, v in enumerate(value)]
-            return [
-                real(self.at(f"{at}[{i}]"), v, 0.0, high, unit=hint) for i, v in enumerate(value)
-            ]
+            place = f"{self.where}: field '{self.place(at)}"  # once, for thousands of numbers
+            return [real(f"{place}[{i}]':", v, 0.0, high, unit=hint) for i, v in enumerate(value)]
 
         return np.array(walk(self.get(key), shape, key), dtype=np.float64)
 
