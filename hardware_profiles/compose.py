@@ -33,7 +33,7 @@ import numpy as np
 from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host, parse_engine, plans_ahead, version_numbers
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
-from servegym.hardware_profiles.law import LawTables, Profile
+from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import list_profiles, load, unknown_name
 from servegym.hardware_profiles.model_config import (
     VALUE_BYTES,
@@ -41,7 +41,7 @@ from servegym.hardware_profiles.model_config import (
     list_models,
     model_shape,
 )
-from servegym.hardware_profiles.schema import MIXED_TABLE, kv_capacity_tokens
+from servegym.hardware_profiles.schema import MIXED_TABLE, TABLE_AXES, kv_capacity_tokens
 
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4")
 USABLE_MEMORY = 0.9
@@ -475,13 +475,14 @@ def _tables(c: Composer) -> dict[str, Any]:
     decodes, mixed = (_DECODES, _DECODE_CONTEXTS), {}
     if c.mixed is not None:
         mixed[MIXED_TABLE] = grown(c.mixed_decode_attention_s, *decodes)
-    tables = LawTables(
+    tables = (
         *(tokens, dense),
         *(chunks, _CONTEXTS, grown(c.chunk_attention_s, chunks, _CONTEXTS)),
         *(*decodes, grown(c.decode_attention_s, *decodes)),
         *(sequences, isotonic_fit(np.array([c.head_s(m) for m in sequences]))),
     )
-    return tabulate(tables._asdict() | mixed | c.surplus(), _TOLERANCE)
+    law = dict(zip(TABLE_AXES, tables, strict=True)) | mixed | c.surplus()
+    return tabulate(law, _TOLERANCE)
 
 
 def _notes(c: Composer) -> list[str]:

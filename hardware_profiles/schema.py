@@ -155,13 +155,12 @@ class Fields:
                 raise self.error(at, f"has {len(value)} entries; must have {dims[0]}")
             if dims is not None and len(dims) > 1:
                 return [walk(v, dims[1:], f"{at}[{i}]") for i, v in enumerate(value)]
-            return [
-                real(self.at(f"{at}[{i}]"), v, 0.0, high, unit=hint) for i, v in enumerate(value)
-            ]
+            place = f"{self.where}: field '{self.place(at)}"  # once, for thousands of numbers
+            return [real(f"{place}[{i}]':", v, 0.0, high, unit=hint) for i, v in enumerate(value)]
 
         return np.array(walk(self.get(key), shape, key), dtype=np.float64)
 
-    def check(self, required: Mapping[str, Check], optional: Mapping[str, Check], more=False):
+    def check(self, required: Checks, optional: Checks, more: bool = False) -> None:
         """Check every field of the object; others than these are refused unless ``more``."""
         if not more:
             self.only((*required, *optional))
@@ -172,6 +171,8 @@ class Fields:
 
 Check = Callable[[Fields, str], Any]
 """Checks a field of an object."""
+Checks = Mapping[Any, Check]
+"""Checks by field."""
 
 
 def copy_json(value: Any) -> Any:
@@ -316,9 +317,9 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     # A server seen from outside: its KV memory is given in tokens, its shape is not known.
     outside = "kv_capacity_tokens" in top.child("engine").data
 
-    def stated(facts: Mapping[str, Check], *names: str, **more: Check) -> Check:
-        must, may = dict.fromkeys(names, Fields.text), dict(more)
-        (may if outside else must).update(facts)
+    def stated(facts: Checks, *names: str, **more: Check) -> Check:
+        always = dict.fromkeys(names, Fields.text)
+        must, may = (always, {**facts, **more}) if outside else ({**always, **facts}, more)
         return lambda fields, key: fields.child(key).check(must, may, more=True)
 
     def child(check: Callable[[Fields], None]) -> Check:
@@ -379,10 +380,6 @@ def kv_capacity_tokens(
 # -- files -------------------------------------------------------------------------------------
 
 
-class _RefusedError(ValueError):
-    """JSON that could be parsed and is refused."""
-
-
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file strictly: no NaN, no infinity, no key twice.
 
@@ -395,13 +392,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     file = Path(path)
 
     def constant(token: str) -> Any:
-        raise _RefusedError(f"{file.name}: {token} is no JSON number; write a finite number")
+        raise ValueError(f"{token} is no JSON number; write a finite number")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in items:
             if key in out:
-                raise _RefusedError(f"{file.name}: field {key!r}: given twice")
+                raise ValueError(f"field {key!r}: given twice")
             out[key] = value
         return out
 
@@ -417,12 +414,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{file.name}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
         ) from error
-    except RecursionError as error:
-        raise ValueError(f"{file.name}: not valid JSON: {error}") from error
-    except _RefusedError:
-        raise
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{file.name}: not valid JSON: {error}") from error
+    except (RecursionError, ValueError) as error:  # of the above, or thousands of digits
+        raise ValueError(f"{file.name}: {error}") from error
 
 
 def write_json(data: Any, path: str | os.PathLike[str]) -> None:

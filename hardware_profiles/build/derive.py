@@ -18,10 +18,10 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
-from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, read_layers, vidur_layer_s
+from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, rounded
-from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER
+from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER, read_ops
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile
@@ -115,7 +115,7 @@ def _gemm_s(data: Path, card: str) -> Callable[[int], float]:
 
 def _ops_s(data: Path, ops: Sequence[str]) -> Callable[[int], float]:
     """Seconds of some ops of one layer on the RTX 4090, by tokens."""
-    times = read_layers(data / REFERENCE_KERNELS / "dense.csv", "tokens")
+    times = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens")
     return lambda m: sum(times[op][m] for op in ops)
 
 

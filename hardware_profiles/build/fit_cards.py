@@ -255,8 +255,8 @@ def compose(data: Path, tables: Path, card: str, model: Mapping[str, Any]) -> Co
     sequences, head, timed_head = _compose_head(data, products, card, model)
     prefill = _compose_prefill(table("context_attention"), card, model)
     decodes, decode, more = _compose_decode(table("generation_attention"), model)
-    tables = LawTables(tokens, dense, *prefill, *decodes, decode, sequences, head)
-    return Composed(tables, timed_dense, timed_head, **more)
+    law = LawTables(tokens, dense, *prefill, *decodes, decode, sequences, head)
+    return Composed(law, timed_dense, timed_head, **more)
 
 
 def _compose_dense(

@@ -39,11 +39,10 @@ from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
 from servegym.hardware_profiles.build.published import (
     REFERENCE_BANDWIDTH,
     REFERENCE_KERNELS,
-    read_layers,
 )
 from servegym.hardware_profiles.build.timed_steps import CARD, FOLDERS, compare, read_steps, spread
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
-from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
+from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables, read_ops
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
     FORMAT,
@@ -535,11 +534,11 @@ def _links(comm: Path, name: str) -> dict[str, Any]:
 def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
     """Elementwise ops on a card of this memory bandwidth."""
     here, qwen = data / REFERENCE_KERNELS, data / FOLDERS["qwen3-30b-a3b"]
-    dense = read_layers(here / "dense.csv", "tokens")
+    dense = read_ops(here / "dense.csv", "tokens")
     timed = {op: (dense[op], size, REFERENCE_BANDWIDTH) for op, size in _ELEMENTWISE.items()}
-    sampler = read_layers(here / "per_sequence.csv", "sequences")["sampler"]
+    sampler = read_ops(here / "per_sequence.csv", "sequences")["sampler"]
     timed["sampler"] = sampler, _SAMPLER_SIZE, REFERENCE_BANDWIDTH
-    norm = read_layers(qwen / "dense.csv", "tokens")["qk_norm"]
+    norm = read_ops(qwen / "dense.csv", "tokens")["qk_norm"]
     timed["qk_norm"] = norm, _QK_NORM_SIZE, _QWEN_BANDWIDTH
     out = {}
     for op, (seconds, size, source_bandwidth) in timed.items():
@@ -668,7 +667,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         The file's content; products of 16-bit weights only, no experts.
     """
     folder = data / REFERENCE_KERNELS
-    timed = read_layers(folder / "dense.csv", "tokens")
+    timed = read_ops(folder / "dense.csv", "tokens")
     shapes = {
         "qkv_proj": (6144, 4096),
         "o_proj": (4096, 4096),
@@ -767,14 +766,16 @@ def decode_ratio(base: Mapping[str, Any], kernels: LawTables) -> np.ndarray:
             for i, u in enumerate(pairs)
         ]
     )
+    return _on_logs(
+        (pairs, kernels.decode_context_tokens), ratios, (base["pairs"], base["context"])
+    )
 
-    def ratio(u: float, x: float) -> float:
-        columns = [
-            np.interp(np.log(x), np.log(kernels.decode_context_tokens), row) for row in ratios
-        ]
-        return float(np.interp(np.log(u), np.log(pairs), columns))
 
-    return np.array([[ratio(u, x) for x in base["context"]] for u in base["pairs"]])
+def _on_logs(axes: Sequence[Any], values: np.ndarray, other: Sequence[Any]) -> np.ndarray:
+    """A table ``(R, C)`` on other axes, linear in the logarithms; constant beyond its own."""
+    at, to = ([np.log(axis) for axis in both] for both in (axes, other))
+    rows = np.array([np.interp(to[1], at[1], line) for line in values])
+    return np.array([np.interp(to[0], at[0], column) for column in rows.T]).T
 
 
 def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
@@ -795,11 +796,9 @@ def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
 
 def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) -> np.ndarray:
     """A decode table times a ratio that is known on another table's pairs and contexts."""
-    rows = [[np.interp(np.log(x), np.log(base["context"]), line) for x in table["context"]] for
-            line in scale]  # fmt: skip
-    columns = np.array(rows).T
-    by_pair = [np.interp(np.log(table["pairs"]), np.log(base["pairs"]), c) for c in columns]
-    return np.maximum.accumulate(np.array(table["us"]) * np.array(by_pair).T, axis=2)
+    own, other = ((t["pairs"], t["context"]) for t in (table, base))
+    ratio = _on_logs(other, scale, own)
+    return np.maximum.accumulate(np.array(table["us"]) * ratio, axis=2)
 
 
 def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:

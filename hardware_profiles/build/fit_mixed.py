@@ -27,10 +27,11 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.published import MODEL_FOLDERS, read_attention
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS
 from servegym.hardware_profiles.build.timed_steps import MOST_DECODE_TOKENS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
+from servegym.hardware_profiles.calibrate.kernel_tables import AttentionTable, read_attention
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import MixedAttention, load_kernels
 from servegym.hardware_profiles.law import Profile
@@ -62,13 +63,11 @@ _BLOCKS = (0.5, 1.59, 1.6, 4.0, 8.0, 16.0)
 # attention.csv (medians by card and number of decodes 2.95 to 3.05).
 SKEW_RUNS = 3
 
-Attention = dict[tuple[int, int, int, int], float]
-
 
 @functools.cache
-def timed_attention(data: Path, card: str, model: str) -> Attention:
+def timed_attention(data: Path, card: str, model: str) -> AttentionTable:
     """The timings of a card and model, see `read_attention`."""
-    return read_attention(data / MODEL_FOLDERS[card, model])
+    return read_attention(data / MODEL_FOLDERS[card, model] / "attention.csv")
 
 
 def pair_s(timed: Mapping[Any, float], heads: int) -> float:
@@ -76,7 +75,7 @@ def pair_s(timed: Mapping[Any, float], heads: int) -> float:
     return (timed[2048, 0, 0, 0] - timed[1024, 0, 0, 0]) / (1.5 * 1024**2) / heads
 
 
-def mixed_rows(timed: Attention) -> list[tuple[int, int, int, float, float, float]]:
+def mixed_rows(timed: AttentionTable) -> list[tuple[int, int, int, float, float, float]]:
     """Rows with both: chunk, decodes, context, and seconds of all, the chunk, the decodes alone."""
     return [
         (chunk, b, x, t, timed[chunk, 0, 0, 0], timed[0, 0, b, x])

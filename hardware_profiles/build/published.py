@@ -29,28 +29,6 @@ REFERENCE_BANDWIDTH = 1.008e12
 _NEAR = 3
 
 
-def read_layers(path: Path, axis: str) -> dict[str, dict[int, float]]:
-    """Seconds of every op of ``dense.csv`` or ``per_sequence.csv`` by its ``axis``."""
-    rows = CsvTable(path, ("layer", axis, "time_us"), 8)
-    out: dict[str, dict[int, float]] = {}
-    for line, row in rows.rows:
-        seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
-        out.setdefault(row["layer"], {})[rows.count(line, row, axis)] = seconds
-    return out
-
-
-def read_attention(folder: Path) -> dict[tuple[int, int, int, int], float]:
-    """Seconds of one layer's attention by (chunk, context before it, decodes, their context)."""
-    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-    rows = CsvTable(folder / "attention.csv", (*names, "time_us"), 8)
-    out = {}
-    for line, row in rows.rows:
-        chunk, before, decodes, context = (rows.count(line, row, name) for name in names)
-        seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
-        out[chunk, before, decodes, context] = seconds
-    return out
-
-
 class MatrixProducts:
     """Times of matrix products ``(m x k) @ (k x n)`` on one card, by shape.
 

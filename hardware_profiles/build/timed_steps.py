@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.build.published import MODEL_FOLDERS, read_attention, read_layers
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
+from servegym.hardware_profiles.calibrate.kernel_tables import read_attention, read_ops
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.model_config import ModelShape
 
@@ -46,8 +47,8 @@ def read_steps(folder: Path, shape: ModelShape) -> Steps:
     Returns:
         The iterations.
     """
-    dense = read_layers(folder / "dense.csv", "tokens")
-    head = read_layers(folder / "per_sequence.csv", "sequences")
+    dense = read_ops(folder / "dense.csv", "tokens")
+    head = read_ops(folder / "per_sequence.csv", "sequences")
     moe: dict[int, dict[int, float]] = {}
     if shape.experts:
         rows = CsvTable(folder / "moe.csv", ("tokens", "activated_experts", "time_us"), 8)
@@ -71,7 +72,7 @@ def read_steps(folder: Path, shape: ModelShape) -> Steps:
     def head_s(sequences: float) -> float:
         return sum(_at(times, sequences) for times in head.values())
 
-    attention = read_attention(folder)
+    attention = read_attention(folder / "attention.csv")
 
     def iteration_s(chunk: int, before: int, decodes: int, context: int) -> float | None:
         layer_s = attention.get((chunk, before, decodes, context))

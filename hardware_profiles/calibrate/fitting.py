@@ -91,10 +91,10 @@ def tabulate(tables: Mapping[str, Any], tolerance: float | None = None) -> dict[
             dropped (:func:`thin`); None keeps all.
     """
     law = dict(tables)
-    thinned = (("dense_tokens", "dense_s"), ("head_sequences", "head_s"))
-    for grid, values in () if tolerance is None else thinned:
-        points = thin(law[grid], law[values], tolerance)
-        law[grid], law[values] = law[grid][points], law[values][points]
+    for grid, values in (("dense_tokens", "dense_s"), ("head_sequences", "head_s")):
+        if tolerance is not None:
+            points = thin(law[grid], law[values], tolerance)
+            law[grid], law[values] = law[grid][points], law[values][points]
     fields = {k: rounded(v) if k.endswith("_s") else as_integers(v) for k, v in law.items()}
     return {"kind": "tabulated", **fields}
 
@@ -224,7 +224,7 @@ def fit_estimator(
 
 
 def estimated(
-    data: Mapping[str, Any], errors: Callable[[Profile], Mapping[str, Any]], expert_share: float = 0
+    data: dict[str, Any], errors: Callable[[Profile], Mapping[str, Any]], expert_share: float = 0
 ) -> Profile:
     """The profile of its file's fields, with the estimate of its law and its errors.
 

@@ -43,20 +43,26 @@ Table1D = dict[int, float]
 AttentionTable = dict[tuple[int, int, int, int], float]
 
 
-def read_ops(path: Path, axis: str, ops: Sequence[str], least: int) -> dict[str, Table1D]:
-    """Seconds of each of ``ops`` by ``axis``, from a file with the columns layer, axis, time_us."""
+def read_ops(path: Path, axis: str, ops: Sequence[str] = (), least: int = 8) -> dict[str, Table1D]:
+    """Seconds of each of ``ops`` by ``axis``, from a file with the columns layer, axis, time_us.
+
+    Without ``ops`` those of all that there are, and the points of each may be others.
+    """
     rows = CsvTable(path, ("layer", axis, "time_us"), least)
     out: dict[str, Table1D] = {op: {} for op in ops}
     for line, row in rows.rows:
         op = row["layer"]
-        if op not in out:
+        if ops and op not in out:
             raise rows.error(line, "layer", f"got {op!r}", f"use one of {', '.join(ops)}")
         count = rows.count(line, row, axis)
         if count < 1:
             raise rows.error(line, axis, "got 0", "write a number >= 1")
-        if count in out[op]:
+        times = out.setdefault(op, {})
+        if count in times:
             raise rows.error(line, axis, f"{op} at {count} is given twice", "keep one row")
-        out[op][count] = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
+        times[count] = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
+    if not ops:
+        return out
     grid = set(out[ops[0]])
     for op in ops:
         if set(out[op]) != grid:
@@ -74,7 +80,8 @@ def read_ops(path: Path, axis: str, ops: Sequence[str], least: int) -> dict[str,
     return out
 
 
-def _read_attention(path: Path) -> AttentionTable:
+def read_attention(path: Path) -> AttentionTable:
+    """Seconds of one layer's attention by (chunk, context before it, decodes, their context)."""
     names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
     rows = CsvTable(path, (*names, "time_us"), 8)
     out: AttentionTable = {}
@@ -194,7 +201,7 @@ class KernelTables:
         head_s = np.array([sum(head[op][int(s)] for op in HEAD_OPS) for s in sequences])
 
         path = folder / "attention.csv"
-        rows = _read_attention(path)
+        rows = read_attention(path)
         chunks, before, chunk, second = _full_grid(
             {(c, k): v for (c, k, n, _), v in rows.items() if n == 0}, path, "prefill_chunk"
         )
