@@ -104,11 +104,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     A mistake is told in one line, with status 2.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    run_main(lambda: _run(words))
+    run_main(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def _run(words: list[str]) -> int | None:
+def _run(words: Sequence[str]) -> int | None:
     if "--version" in words:  # wherever it stands
         print(f"servegym {version('serve-gym')}")
         return 0

@@ -75,18 +75,15 @@ def parse_settings(items: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def leave_pipe() -> None:
-    """Drop what is still to be printed: the reader of the pipe, such as head, has seen enough."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def run_main(main: Callable[[], Any]) -> NoReturn:
     """Exit with the status that ``main`` returns; a mistake is one line on stderr, status 2."""
     try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        leave_pipe()
+        try:
+            status = main()
+        finally:  # after a parser's own exit, too
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough: what is left is dropped
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, ModuleNotFoundError) as mistake:
         print(f"servegym: error: {in_words(mistake)}", file=sys.stderr)

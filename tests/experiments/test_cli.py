@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -95,11 +96,14 @@ def test_profiles_put_the_name_first():
         assert "fit error" in line
 
 
-@pytest.mark.parametrize("words", ["profiles", "list", "claims", "leaderboard", "profile --list"])
+@pytest.mark.parametrize(
+    "words", ["profiles", "list", "claims", "leaderboard", "profile --list", "plot -h"]
+)
 def test_a_closed_pipe_is_no_error(words):
     code = f"from servegym.experiments.cli import main; main({words.split()})"
-    command = [sys.executable, "-u", "-c", code]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    env = {**os.environ, "PYTHONUNBUFFERED": "" if "-h" in words else "1"}
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env)
     process.stdout.close()  # before anything is written
     assert process.stderr.read() == b""
     assert process.wait() == 0
