@@ -6,7 +6,6 @@ import argparse
 import importlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -18,12 +17,6 @@ from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.workloads import make_prefix_workload
 from servegym.hardware_profiles import load
 
-<<<<<<< HEAD
-=======
-MORE: dict[str, dict[str, Any]] = {"expert_placement": {"serving": "offload"}}
-"""Arguments with which an environment compiles more."""
-
->>>>>>> r1
 
 def warm_family(family: Family) -> float:
     """Compile the engine and the policies of a family, or load them from the cache on disk.
