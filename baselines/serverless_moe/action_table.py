@@ -23,7 +23,6 @@ from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
     bill,
-    block_s,
     experts_s,
     layer_s,
     main_usd_s,
@@ -33,7 +32,7 @@ from servegym.envs.serverless_moe.kernel.cost import (
     transfer_s,
 )
 from servegym.envs.serverless_moe.loads import Load
-from servegym.envs.serverless_moe.outcomes import remote_decode, start_times
+from servegym.envs.serverless_moe.outcomes import remote_decode, start_times, without_experts
 from servegym.envs.serverless_moe.plans import smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first
 
@@ -287,8 +286,9 @@ def evaluate_actions(
         (load.tokens.sum(axis=1) - tokens)[..., None],
     )
     of_layer = layer_s(model, local[:, :, :, None, None], slowest[:, :, None], n_in)
+    fixed = without_experts(model, load)
     prefill = Phase(
-        of_layer.sum(axis=1) + model.layers * block_s(model, n_in),
+        of_layer.sum(axis=1) + fixed[0].seconds,
         np.einsum("sly,slyz->syz", c.memory_mb, busy)[:, None],
         0.5 * model.granularity_s * np.einsum("sly,slz->syz", c.memory_mb, invoked)[:, None],
         1.0 + invoked.sum(axis=1)[:, None, None],
@@ -298,9 +298,7 @@ def evaluate_actions(
     called, decode = remote_decode(model, load, histogram[:, :, None], c.memory_mb, trem)
     local_s = own_one[:, :, :, None, None] * (top_k - np.arange(top_k + 1))
     step = layer_s(model, local_s, called[:, :, None], top_k)
-    decode_s = np.einsum("slr,slwyr->swy", histogram, step) + n_out * model.layers * block_s(
-        model, 1
-    )
+    decode_s = np.einsum("slr,slwyr->swy", histogram, step) + fixed[1].seconds
     decode = Phase(decode_s[..., None], *(x.sum(axis=1)[:, None, :, None] for x in decode[1:]))
 
     rate = main_usd_s(model, n_in + n_out, c.main_mb)[:, :, None, None]

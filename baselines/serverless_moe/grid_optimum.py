@@ -21,7 +21,6 @@ from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
     bill,
-    block_s,
     layer_s,
     main_usd_s,
     rounding_s,
@@ -281,10 +280,7 @@ def grid_optimum(
     experts = system.num_experts
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
     specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
-    fixed = (
-        Phase(system.layers * block_s(system, load.n_in), invocations=1),
-        Phase(load.n_out * system.layers * block_s(system, 1)),
-    )
+    fixed = outcomes.without_experts(system, load)
     limits = (ttft_limit_s - fixed[0].seconds, tpot_limit_s * load.n_out - fixed[1].seconds)
     candidates, best_known_usd = [], np.inf
     layers = np.arange(system.moe_layers)

@@ -7,20 +7,20 @@ before a change of the source, and returns its numbers without a word. Here ever
 what it holds; what is not what was asked for is compiled anew.
 
 numba notices edits of the file that a function stands in. Here the contents count in place of the
-time of the last change, and all files of a package ``kernel/``, and of those of other families that
-it imports, count for each of its functions.
+time of the last change, and those of all kernels of the environments with them, for every function:
+compiled code has the functions in it that it calls.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,16 +37,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 NOTICE_AFTER_S = 2.0
-_OTHER_KERNEL = re.compile(r"^from servegym\.envs\.(\w+)\.kernel", re.MULTILINE)
-_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
-class _QuickCache(FunctionCache):
-    """numba's cache of a function, which takes code from the disk without numba's declarations.
+class _Cache(FunctionCache):
+    """numba's cache of a function, in files of `_LabelledFile`.
 
-    numba imports those of all of numpy and scipy before it looks, longer than all the rest takes;
-    compiling needs them and imports them itself.
+    It takes code from the disk without numba's declarations: numba imports those of all of numpy
+    and scipy before it looks, longer than all the rest takes; compiling needs them and imports them
+    itself.
     """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        stamp = _source_digest(Path(function.__code__.co_filename))
+        self._cache_file = _LabelledFile(self._cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # part of what is left out: the code allocates arrays
@@ -88,54 +93,53 @@ class _LabelledFile(IndexDataCacheFile):
 
 @cache
 def _source_digest(path: Path) -> str:
-    """Digest of a source file, or of all files of the package ``kernel/`` that it belongs to.
-
-    Kernels of other families that such a package imports are part of it.
-    """
+    """Digest of a source file, or of the package ``kernel/`` that it is in, and of all kernels."""
+    sources = {path, *(path.parent.glob("*.py") if path.parent.name == "kernel" else ())}
+    spec: Any = find_spec("servegym.envs")
+    for folder in spec.submodule_search_locations:
+        sources |= set(Path(folder).glob("*/kernel/*.py"))
     digest = hashlib.sha256()
-    folder, sources = path.parent, [path]
-    if folder.name == "kernel":
-        sources = sorted(folder.glob("*.py"))
-        imported = {name for x in sources for name in _OTHER_KERNEL.findall(x.read_text("utf-8"))}
-        for name in sorted(imported - {folder.parent.name}):
-            sources += sorted((folder.parents[2] / "envs" / name / "kernel").glob("*.py"))
-    for source in sources:
+    for source in sorted(sources):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def _compiled(function: F, **options: Any) -> F:
-    dispatcher: Any = njit(**_OPTIONS, **options)(function)
-    # Absent without compilation (NUMBA_DISABLE_JIT) or where no folder can be written.
-    cached: Any = getattr(dispatcher, "_cache", None)
-    files: Any = getattr(cached, "_cache_file", None)
-    if type(files) is IndexDataCacheFile:
-        cached.__class__, files.__class__ = _QuickCache, _LabelledFile
-        files._source_stamp = _source_digest(Path(function.__code__.co_filename))
+class _Dispatcher(CPUDispatcher):
+    """What `numba.njit` makes, with this module's cache."""
+
+    def enable_caching(self) -> None:
+        self._cache = _Cache(self.py_func)
+
+
+@cache
+def _with_entry(function: Any) -> Any:
+    return njit(**_OPTIONS)(function)
+
+
+class _InnerDispatcher(_Dispatcher):
+    """It has no entry for Python, and a call without one crashes; tests call a twin that has it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_entry(self.py_func)(*args, **kwargs)
+
+
+def _compiled(function: F, kind: type[_Dispatcher], **options: Any) -> F:
+    if config.DISABLE_JIT:  # pyright: ignore[reportAttributeAccessIssue]
+        return function
+    options |= {"nopython": True, "boundscheck": None, "no_cfunc_wrapper": True, **_OPTIONS}
+    dispatcher: Any = kind(function, targetoptions=options)
+    dispatcher.enable_caching()
     return dispatcher
 
 
 def jit(function: F) -> F:
     """Compile a function: cached on disk, without the interpreter's lock, divisions as in numpy."""
-    return _compiled(function, no_cfunc_wrapper=True)
-
-
-@cache
-def _with_entry(function: Any) -> Any:
-    options: dict[str, Any] = {**_OPTIONS, "cache": False}
-    return njit(**options)(function)
-
-
-class _InnerDispatcher(CPUDispatcher):
-    """It has no entry for Python, and a call without one crashes; tests call a twin that has it."""
-
-    def __call__(self, *arguments: Any) -> Any:
-        return _with_entry(self.py_func)(*arguments)
+    return _compiled(function, _Dispatcher)
 
 
 def inner(function: F) -> F:
     """As `jit`, for compiled functions to call: without an entry for Python it compiles faster."""
-    return _inner(function)
+    return _compiled(function, _InnerDispatcher, no_cpython_wrapper=True)
 
 
 def inline(function: F) -> F:
@@ -143,7 +147,7 @@ def inline(function: F) -> F:
 
     Array arguments are passed by value, seven words each: it pays on the hot path.
     """
-    return _inner(function, forceinline=True)
+    return _compiled(function, _InnerDispatcher, no_cpython_wrapper=True, forceinline=True)
 
 
 def formula(function: F) -> F:
@@ -152,14 +156,6 @@ def formula(function: F) -> F:
     Of plain numbers in a kernel, of arrays that broadcast in numpy.
     """
     return register_jitable(nogil=True, error_model="numpy")(function)
-
-
-def _inner(function: F, **options: Any) -> F:
-    compiled = _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
-    dispatcher: Any = compiled
-    if type(dispatcher) is CPUDispatcher:  # not so under NUMBA_DISABLE_JIT
-        dispatcher.__class__ = _InnerDispatcher
-    return compiled
 
 
 def record(*fields: tuple[str, str]) -> np.dtype:

@@ -94,7 +94,8 @@ def _look(batch: RoutingBatch, row: int) -> _Scene:
         limit_s,
         current is not None,
         chosen,
-        *(int(config[f"{queue}_capacity"]) for queue in ("running", "waiting")),
+        int(config["running_capacity"]),
+        int(config["waiting_capacity"]),
         experts,
     )
 

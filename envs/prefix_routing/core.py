@@ -173,6 +173,7 @@ class PrefixBatch(Batch):
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, its requests and their predicted lengths."""
         problem = self.problem
+        # All chance of an episode here: what follows goes by the actions alone.
         requests, predicted = problem.draw(random)
         numbered = prompts(problem.gateway, requests)
         self._make_room(len(requests.segments), sizes(numbered))
@@ -207,6 +208,7 @@ class PrefixBatch(Batch):
         """Enlarge what an episode with so many segments and such arrays does not fit in."""
         old = len(self.systems.segments) // self.num_rows
         if segments > old:
+            # Twice what is needed: the parts of all rows move when the array grows.
             new = 2 * segments
             parts = np.zeros((self.num_rows, new, 2), dtype=np.int32)
             parts[:, :old] = self.systems.segments.reshape(self.num_rows, old, 2)
@@ -301,6 +303,7 @@ class PrefixBatch(Batch):
                 getattr(self.systems, name)[row] = copied
             else:
                 part[...] = copied
+        # Segments are numbered over all rows: a state from another row or batch has other numbers.
         moved = self._first_segment(row) - state.first_segment
         requests = self._engine(row)["request"]
         requests["first_segment"] += moved

@@ -110,6 +110,7 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
         raise ValueError(f"block_size={size} must be that of the requests, {requests.block_size}.")
     entry = int(config["entry_tokens"])
     entries = np.minimum(requests.prompt_tokens, MATCH_TOKENS) // entry
+    # All requests at once: their entries stand one after another.
     first_key = np.concatenate([[0], np.cumsum(entries, dtype=np.int64)])
     place = np.arange(first_key[-1]) - np.repeat(first_key[:-1], entries)
     blocks = requests.num_blocks()

@@ -14,6 +14,7 @@ from servegym.envs.prefix_routing.tables import EngineArguments, engine_tables, 
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.host import put_api
 
+# Ids are int32; the room below the end lasts from one clean-up to the next.
 _LAST_ID = (1 << 31) - (1 << 24)
 
 
@@ -175,6 +176,7 @@ class LiveEngine:
         """
         tokens: list[tuple[float, int, int]] = []
         while self.next_s <= until:
+            # Tokens leave the API later than the engine: both clocks are apart by that.
             count = self._work(self._tables, self._systems, until - self._out_s, self._tokens)
             self._tokens["time"][:count] += self._out_s
             tokens += self._tokens[:count].tolist()
@@ -202,12 +204,14 @@ class LiveEngine:
             salt: Only contents of the same salt have ids in common.
         """
         size, ids = self.block_size, self._ids
+        # Contents that nobody holds any more would pile up for ever.
         if len(ids) > 4 * self.capacity + 4096:
             self._forget()
         runs: list[tuple[int, int]] = []
         data = content.tobytes()
         chain = blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest() if salt else b""
         for end in range(4 * size, len(data) + 1, 4 * size):
+            # The key is the block before, as in vLLM: equal blocks after other ones are not equal.
             chain = blake2b(data[end - 4 * size : end], digest_size=16, key=chain).digest()
             block = ids.get(chain)
             if block is None:
@@ -216,6 +220,7 @@ class LiveEngine:
                     block += 1
                 ids[chain] = block
                 self._next_id = block + 1
+            # The kernel reads runs of ids: a prompt seen for the first time is one.
             if runs and block == runs[-1][0] + runs[-1][1]:
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
@@ -240,6 +245,7 @@ class LiveEngine:
         """Where ``count`` segments go, and the class of the place."""
         if not count:
             return 0, 0
+        # By powers of two, so that a place that is given back serves many requests.
         kind = (count - 1).bit_length()
         free = self._room.get(kind)
         if free:

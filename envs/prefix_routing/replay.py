@@ -127,6 +127,7 @@ def replay_prefix(
     for name in PREFIX_REPLAY.names or ():
         result[name] = log[LOG_SOURCES[name]]
     out = systems.replica["api_out_s"][0][result["replica"]]
+    # A client sees a token when the API has passed it on; the engine is done with it before.
     result["first_token_s"] += out
     result["finish_s"] += out
     return result

@@ -121,6 +121,14 @@ def decode_layers(system: SystemModel, load: Load, plan: Plan) -> cost.Phase:
     return calls._replace(seconds=(histogram * step).sum(axis=1))
 
 
+def without_experts(system: SystemModel, load: Load) -> tuple[cost.Phase, cost.Phase]:
+    """Prefill and decoding but for the experts: the blocks, and the main function's invocation."""
+    return (
+        cost.Phase(system.layers * cost.block_s(system, load.n_in), invocations=1),
+        cost.Phase(load.n_out * system.layers * cost.block_s(system, 1)),
+    )
+
+
 def start_times(
     system: SystemModel,
     members: NDArray[np.int64],
@@ -226,18 +234,11 @@ def expected_outcome(
     check_limits(ttft_limit_s, tpot_limit_s)
     if cold is None:
         cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
+    layers = prefill_layers(system, load, plan), decode_layers(system, load, plan)
     prefill, decode = (
-        cost.Phase(*(float(x.sum()) for x in layers(system, load, plan)))
-        for layers in (prefill_layers, decode_layers)
+        cost.Phase(*(float(x.sum()) + rest for x, rest in zip(*phases, strict=True)))
+        for phases in zip(layers, without_experts(system, load), strict=True)
     )
-    blocks_s = (
-        system.layers * cost.block_s(system, load.n_in),
-        system.layers * cost.block_s(system, 1),
-    )
-    prefill = prefill._replace(
-        seconds=prefill.seconds + blocks_s[0], invocations=prefill.invocations + 1.0
-    )
-    decode = decode._replace(seconds=decode.seconds + load.n_out * blocks_s[1])
     rate = cost.main_usd_s(system, load.n_in + load.n_out, plan.main_mb)
     rounding = cost.rounding_s(system, prefill.seconds + decode.seconds)
     start = plan_start(system, plan, cold)

@@ -49,6 +49,7 @@ def _fetch(c, plant, st, cache, g, expert, now):
     gpu = st.gpu[g]
     m.loads += 1
     ready = in_host_memory(c, plant, st, np.int64(plant.gpu[g].server), expert, now)
+    # One host channel a GPU: fetches follow one another.
     there = max(ready, gpu.channel_free) + c.fetch
     gpu.channel_free = there
     m.weight_bytes += c.expert_bytes
@@ -99,6 +100,7 @@ def dispatch_cached(c, plant, load, st, cache, r, now):
         if x == 0:
             continue
         expert = layer * c.experts + e
+        # An expert has one GPU of its server, so that no two cache it.
         g = first_gpu + e % (end_gpu - first_gpu)
         st.counts[load.request[r].home, expert] += x
         m.calls += 1
@@ -116,6 +118,7 @@ def dispatch_cached(c, plant, load, st, cache, r, now):
             v.all_local_calls += 1
             continue
         there = cache.ready[g, expert]
+        # Under way for another call, or fetched ahead: waited for and not fetched twice.
         if there == 0.0:
             there = _fetch(c, plant, st, cache, g, expert, now)
         _await_fetch(st, r, g, expert, x, there, now)
@@ -127,6 +130,7 @@ def dispatch_cached(c, plant, load, st, cache, r, now):
         v.remote_layer_steps += 1
     else:
         events.add_event(st, q.end, events.LAYER_END, r)
+    # Only with an idle channel: a fetch ahead must not delay one that is waited for.
     if c.cache == ACTIVATION and layer + 1 < c.layers:
         for g in range(first_gpu, end_gpu):
             if st.gpu[g].channel_free <= now and m.free > 0:

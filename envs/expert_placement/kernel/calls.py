@@ -31,6 +31,7 @@ def scramble(request, expert):
 @inline
 def link_of(c, n, m):
     """Queue in which a message from server n to server m leaves."""
+    # A NIC sends all that leaves a server one after another; a pair has a link of its own.
     return n * c.num_servers + m if c.link_model == PAIRWISE else n
 
 
@@ -135,6 +136,7 @@ def _call_here(plant, load, st, scratch, q, local, now):
         x = np.int64(load.counts[q.prompt, layer, e]) if prefill else 1
         here = -1
         for g in range(first_gpu, end_gpu):
+            # Of its own GPUs the one that falls free first; of two the lower number.
             if holds(st, g, layer, e) and (here < 0 or st.gpu[g].free < st.gpu[here].free):
                 here = g
         work = plant.gpu[here].fixed + plant.gpu[here].token * x
@@ -179,6 +181,7 @@ def _call_others(c, plant, load, st, scratch, r, remote, now):
                 c, plant, st, scratch, np.int64(q.home), first_expert + e, i, x, now, open_total
             )
         to = plant.gpu[g].server
+        # Calls on their way count, else all requests of a moment would choose the same GPU.
         st.gpu[g].promised += plant.gpu[g].fixed + plant.gpu[g].token * x
         st.gpu[g].promised_calls += 1
         tokens += x
@@ -288,10 +291,12 @@ def _choose_holder(c, plant, st, scratch, n, expert, i, x, now, open_total):
                 if per_server:
                     sent += scratch.open[m].seconds
             sent += out
+            # The whole way: out of the NIC, there, staged, the queue of the GPU, and back.
             start = max(sent + hop.there + stage, st.gpu[g].free + st.gpu[g].promised)
             done = start + plant.gpu[g].fixed + plant.gpu[g].token * x + stage
             leave = max(done, st.link[lane].free + st.link[lane].returning)
             value = leave + back + hop.home
+        # Of equals the first one looked at, which the hash chose: no index is favoured.
         if value < least:
             least = value
             best = np.int64(g)
@@ -320,6 +325,7 @@ def _distinct_tokens(load, q, mask, least, most):
     for i in range(rows):
         if load.bank[q.start + i, q.layer] & mask:
             hits += 1
+    # Rounded to the nearest in whole numbers, so that no platform rounds otherwise.
     tokens = (2 * q.tokens * hits + rows) // (2 * rows)
     return max(least, min(tokens, most, q.tokens))
 
@@ -337,6 +343,7 @@ def _send(c, plant, st, slot, now):
     sent = max(now, st.link[lane].free) + cost
     st.link[lane].free = sent
     back = link_of(c, to, n)
+    # The answer will need the way back: whoever chooses now has to expect it.
     st.link[back].returning += msg.tokens * hop.back + c.message_cost
     st.link[back].returning_messages += 1
     msg.sent = now

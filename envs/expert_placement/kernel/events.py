@@ -67,7 +67,9 @@ def add_event(st, t, kind, index):
     """
     m = st.meta[0]
     m.sequence += 1
+    # The sequence stands highest: of two at one moment the one made first comes first.
     key = (((m.sequence << INDEX_BITS) | index) << _KIND_BITS) | kind
+    # Bits of numbers that are not negative order as the numbers do and compare faster.
     bits = np.float64(t).view(np.int64)
     if m.handled:
         m.handled = 0

@@ -43,6 +43,7 @@ def choose_path(c, plant, load, st, r, now):
                     came[layer, n] = m
             new[n] += rest[n]
         value = new
+        # Shortest path layer by layer: a server's value is that of the best way to it.
         before = these
     best = -1
     least = np.inf
@@ -62,6 +63,7 @@ def choose_path(c, plant, load, st, r, now):
 def _servers_of_layer(c, plant, st, layer, first):
     """The servers that hold a layer whole, all of them if none does, in a ring from ``first``."""
     servers = np.empty(c.num_servers, np.int64)
+    # Not (1 << experts) - 1: with 64 experts that shift is undefined.
     every = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - c.experts)
     for missing in (False, True):
         number = 0

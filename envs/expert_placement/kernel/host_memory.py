@@ -33,6 +33,7 @@ def _make_room(c, plant, st, n, now):
     for i in range(c.layers * c.experts):
         if st.host[n, i].ready >= 0.0:
             used += 1
+            # What is still being read cannot be given up: its reader waits for it.
             there = st.host[n, i].ready <= now
             if there and (oldest < 0 or st.host[n, i].stamp < st.host[n, oldest].stamp):
                 oldest = i

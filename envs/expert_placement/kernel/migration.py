@@ -62,8 +62,10 @@ def _advance_load(plant, st, g, now):
     while i < total and (st.target[g, i] == 0 or st.resident[g, i]):
         i += 1
     gpu.next_load = i
+    # Room is made only when a load needs it; what is left over goes after the last one.
     if i == total or gpu.used >= slots:
         for d in range(total):
+            # Never the last copy: calls of it would have nowhere to go.
             if st.resident[g, d] and st.target[g, d] == 0 and st.copies[d] > 1:
                 _give_up(plant, st, g, d)
                 if i < total and gpu.used < slots:
@@ -118,6 +120,7 @@ def send_chunk(plant, st, g, now):
     if link.free > now:
         events.add_event(st, link.free, events.CHUNK, g)
         return
+    # In chunks, so that activations wait for one of them and not for a whole expert.
     size = min(CHUNK_BYTES, gpu.bytes_left)
     sent = now + size * plant.pair[s, n].byte_s
     link.free = sent
@@ -139,6 +142,7 @@ def end_load(plant, st, g, now):
     st.holders[expert, st.copies[expert]] = g
     st.copies[expert] += 1
     _advance_load(plant, st, g, now)
+    # What this copy replaces may go now: GPUs that kept the last one have room.
     for other in range(st.resident.shape[0]):
         if other != g and st.resident[other, expert] and st.target[other, expert] == 0:
             _advance_load(plant, st, other, now)

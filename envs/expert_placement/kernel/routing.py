@@ -27,6 +27,7 @@ def route(c, plant, load, st, r, now):
         if m == n:
             continue
         value = _value(c, plant, load, st, r, m)
+        # Its own server wins ties: sending a request on costs time.
         nearer = best != n and plant.pair[n, m].latency < plant.pair[n, best].latency
         if value < least or (value == least and nearer):
             least = value

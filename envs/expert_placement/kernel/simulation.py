@@ -31,9 +31,11 @@ def run(plant, load, st, scratch, cache, until):
     while True:
         if m.handled:
             events.drop_event(st)
+        # An event makes at most a message an expert: checked before it, so none is half done.
         if m.free < c.experts:
             return POOL_FULL
         now = events.next_time(st)
+        # Of an arrival and an event at one moment the arrival comes first.
         arrives = m.next_request < requests and load.request[m.next_request].arrival <= now
         if arrives:
             now = load.request[m.next_request].arrival
@@ -126,6 +128,7 @@ def _begin_layer(plant, st, r, now):
     home = plant.server[q.home]
     gpu = st.gpu[home.first_gpu]
     x = q.tokens if q.step == 0 else 1
+    # The dense part runs on one GPU and waits for the expert calls that it has.
     done = max(now, gpu.free) + (home.dense_base + home.dense_token * x)
     gpu.free = done
     events.add_event(st, done, events.DISPATCH, r)

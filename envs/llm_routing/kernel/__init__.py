@@ -141,6 +141,7 @@ def _late_scores(config, law, env, queues, expert, prompt, output):
 
     ``prompt`` and ``output`` are the new request's tokens.
     """
+    # Eq. 15's two slopes, not the engine's law: it is what the paper pays by.
     k1, k2 = estimator_slopes(law, expert)
     total = 0.0
     slot = expert.oldest
@@ -156,6 +157,7 @@ def _late_scores(config, law, env, queues, expert, prompt, output):
         increase = (k1 * prompt + k2 * (m * prompt + 0.5 * m * (m + 1.0))) / length
         current = (env.now - request.arrived) / max(generated, 1)
         if current + increase >= env.latency_requirement:
+            # As printed Eq. 16 counts requests again that are late already.
             if config.penalty == LITERAL or current < env.latency_requirement:
                 total += score
     return total
@@ -215,6 +217,7 @@ def step(tables, systems, out, actions, which, start, stop):
     most = tables.config[0].max_experts
     for row in range(systems.env.shape[0]):
         if which[row] != 0 and (actions[row] < 0 or actions[row] > most):
+            # Before anything moves: an error leaves all systems as they were.
             return -1 - row
     ended = 0
     for row in range(start, stop):
@@ -225,10 +228,12 @@ def step(tables, systems, out, actions, which, start, stop):
         gain, loss = _route(config, tables, systems, row, actions[row] - 1)
         env.index += 1
         last = env.index == config.num_requests
+        # After the last decision every expert works off what it has.
         until = np.inf if last else before(systems.arrivals[row, env.index])
         env.step_qos = env.step_late = 0.0
         for n in range(config.num_experts):
             expert = systems.expert[row, n]
+            # Most experts have no boundary before the next arrival: skip the call.
             if expert.end <= until or expert.next_change <= until:
                 advance(config, tables.law, env, systems.queues, expert, until)
         if config.reward == PAID_FORWARD:
@@ -243,6 +248,7 @@ def step(tables, systems, out, actions, which, start, stop):
             note_arrival(config, tables, systems, row)
             env.memory += observe_row(tables, systems, out, row, systems.rows[row, env.index])
         if config.reward == DENSE:
+            # A difference of potentials, 0 at both ends: over an episode it adds up to nothing.
             potential = outlook(config, tables.law, systems, row)
             loss += potential - env.outlook - USUAL_QOS
             env.outlook = potential

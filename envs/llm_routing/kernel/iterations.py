@@ -5,13 +5,10 @@ room for (2), requests are admitted (3) and the next iteration starts (4). A run
 iterations in which nothing else can happen is one closed-form update.
 
 With asynchronous scheduling an iteration is planned when the one before it starts, so that the
-host's work hides behind the device's: who arrives later, or needs the slot or memory of a request
-that the iteration before it completes, joins one iteration later. This is vLLM's loop with two
-batches in flight (``step_with_batch_queue`` in ``vllm/v1/engine/core.py`` at commit 00080ee and
-``vllm/v1/core/sched/async_scheduler.py`` at 014b235): a plan that has nobody to serve starts none,
-and the next one is made, and starts, when the iteration under way ends. Nothing but arrivals
-happens between the plan and that end, so both are one boundary here: tokens are emitted, steps 2
-and 3 follow with those who had arrived when the iteration started, then the completed ones leave.
+host's work hides behind the device's: vLLM's loop with two batches in flight
+(``step_with_batch_queue`` in ``vllm/v1/engine/core.py`` at commit 00080ee and
+``vllm/v1/core/sched/async_scheduler.py`` at 014b235). Nothing but arrivals happens between the plan
+and the end of the iteration under way, so both are one boundary here.
 """
 
 from __future__ import annotations
@@ -96,12 +93,14 @@ def _complete(config, env, queues, expert, slot, now):
     env.waiting += request.admitted - request.available
     env.inference += now - request.admitted
     env.last_finish = max(env.last_finish, now)
+    # Exactly at L is on time.
     if latency <= env.latency_requirement:
         env.on_time += 1
         env.qos += request.score
         env.step_qos += request.score
     else:
         env.step_late += request.score
+    # make_room may have taken the blocks of one that waited for this plan.
     if request.chunk != HAS_LEFT:
         leave(config, queues, expert, request, slot, 0)
     vacate(queues, expert, slot)
@@ -117,9 +116,11 @@ def _end_iteration(config, env, queues, expert):
     left = 0
     if expert.iteration == IDLE:
         return left
+    # Orca stops the decodes while it prefills; a mixed iteration has a token for each.
     if expert.iteration != PREFILL:
         expert.emitted += 1
         expert.decoding_tokens += expert.decoding
+        # The usual end of an iteration: nobody is done and no prefill was under way.
         if expert.iteration == DECODE and expert.emitted < expert.next_finish:
             return left
     if expert.iteration != DECODE:
@@ -127,6 +128,7 @@ def _end_iteration(config, env, queues, expert):
         while slot >= 0:
             request = request_of(queues, expert, slot)
             begin_decoding(config, queues, expert, request, slot)
+            # After a preemption the first token is not the first any more.
             if request.generated == 1:
                 request.first = now
             slot = next_prefilled(queues, expert)
@@ -137,6 +139,7 @@ def _end_iteration(config, env, queues, expert):
         if config.async_scheduling:
             request = request_of(queues, expert, slot)
             complete_decoding(config, queues, expert, request)
+            # Out of the heap, its place is free to link those that wait to leave.
             request.place = -1
             if last < 0:
                 expert.leaving = slot
@@ -177,15 +180,20 @@ def _admit(config, queues, expert, now, planned, tokens):
         # Prompts are admitted whole without chunks, and one may exceed the budget alone.
         if tokens >= budget or (not chunked and tokens > 0 and tokens + need > budget):
             break
+        # Orca reserves what a request may need at most: lengths are not known at admission.
         longest = blocks_of(config, request.prompt + config.max_output_tokens)
         if config.memory_policy == RESERVE:
             fits = expert.reserved + longest <= expert.capacity
         else:
+            # vLLM's full_sequence_must_fit, the default: all tokens known so far must fit, though
+            # it takes the blocks of its first chunk alone.
             fits = blocks_of(config, need) <= expert.free
+        # In vLLM as in Orca who does not fit holds up all behind it.
         if request.available > planned or not fits:
             break
         admit_head(queues, expert, request, now)
         expert.reserved += longest
+        # Prompts here share nothing: all that can be found again is its own.
         if config.prefix_caching and request.preemptions > 0:
             reuse_cached_blocks(config, expert, request)
         request.chunk = need - request.computed
@@ -213,12 +221,14 @@ def _run_decodes(law, expert, limit, now, until, before):
 @inline
 def _start_decodes(config, law, queues, expert, now, until, preempted, planned, left):
     """Decode iterations up to the first in which something else may happen."""
+    # The iteration that ends with a last token is a boundary of its own.
     limit = expert.next_finish - expert.emitted - 1
     if config.memory_policy == PAGED:
         limit = closed_run(config, expert)
     before = np.inf
     if expert.waiting > 0 and expert.running < config.running_capacity:
         head = request_of(queues, expert, expert.head)
+        # Who arrives later is admitted at the first boundary after that.
         if head.available > now:
             before = head.available - now
         elif preempted > 0 or left > 0 or head.available > planned:
@@ -237,10 +247,13 @@ def _plan(config, queues, expert, now, planned):
     if expert.prefill >= 0:
         tokens = next_chunk(config, queues, expert)
         take_chunk(config, expert, request_of(queues, expert, expert.prefill))
+    # Running requests come first: blocks for this step are taken before anyone is admitted.
     if config.memory_policy == PAGED:
         preempted = make_room(config, queues, expert)
+    # vLLM admits nobody in a step that preempted.
     if preempted == 0:
         tokens = _admit(config, queues, expert, now, planned, tokens)
+    # The prefill under way was preempted itself.
     elif expert.prefill < 0:
         tokens = 0
     return tokens, preempted
@@ -249,6 +262,7 @@ def _plan(config, queues, expert, now, planned):
 @inline
 def _start_iteration(config, law, env, queues, expert, now, until):
     """Steps 2-4 of a boundary at ``now``, after step 1; decodes run on up to ``until``."""
+    # The plan knew those who were there when the iteration that ends now had started.
     planned = now
     if config.async_scheduling and expert.iteration != IDLE:
         planned = expert.start
@@ -257,6 +271,7 @@ def _start_iteration(config, law, env, queues, expert, now, until):
     tokens, preempted = _plan(config, queues, expert, now, planned)
     if config.async_scheduling:
         _let_leave(config, env, queues, expert, now)
+        # A plan with nobody to serve starts nothing: the next is made now, and starts at once.
         if expert.running == 0:
             tokens, preempted = _plan(config, queues, expert, now, now)
     prefills = expert.running > expert.decoding
@@ -273,6 +288,7 @@ def _start_iteration(config, law, env, queues, expert, now, until):
         expert.iteration = IDLE
         expert.end = np.inf
         if expert.waiting > 0:
+            # It is still on its way: the next boundary is when it comes.
             expert.end = max(now, request_of(queues, expert, expert.head).available)
 
 
@@ -293,6 +309,7 @@ def sojourn_s(config, seed, number, change):
 
     ``seed`` (32 bits) is drawn at reset and hashed with its number and the number of changes.
     """
+    # A hash instead of a generator: a system can be copied, and no draw goes by the actions.
     bits = _hash32(_hash32(_hash32(seed) ^ (number + 1)) ^ change)
     mean_s = config.uptime_s if change % 2 == 0 else config.downtime_s
     return -math.log((bits + 0.5) * 2.0**-32) * mean_s
@@ -310,6 +327,7 @@ def start_up(config, env, replica):
 @inline
 def changes_by(config, replica, until):
     """Whether a replica fails or comes back by then; not if it is empty and that is inf."""
+    # Failures go on for ever: without this the last of an episode would never be.
     ends = until == np.inf and replica.running + replica.waiting == 0
     return config.uptime_s > 0.0 and replica.next_change <= until and not ends
 
@@ -331,6 +349,7 @@ def _fail(config, env, queues, expert):
             request = request_of(queues, expert, slot)
             _log_request(env, queues, expert, request, FAILED, np.nan)
             env.failed += 1
+            # PAID_FORWARD has paid the score: a lost answer gives it back as a late one does.
             env.step_late += request.score
             slot = newer(queues, expert, slot)
     clear_expert(config, queues, expert)

@@ -114,6 +114,7 @@ def _card_tables(
 @inline
 def find_segment(values, first, count, x):
     """Number of the segment of the axis to use for x: outermost segments extend outward."""
+    # By halves: axes are unequal steps. Beyond its ends the law goes on straight.
     low = 0
     high = count - 1
     while high - low > 1:
@@ -158,6 +159,7 @@ def chunk_attention_s(law, card, chunk, context):
     if where.n_chunk == 1:
         return interpolate(law.values, where.x_context, first, count, context)
     segment = find_segment(law.values, where.x_chunk, where.n_chunk, chunk)
+    # Bilinear: along the context on both sides of the chunk, then between.
     first += segment * count
     low = interpolate(law.values, where.x_context, first, count, context)
     high = interpolate(law.values, where.x_context, first + count, count, context)
@@ -228,16 +230,20 @@ def decode_iterations(law, replica, limit, until, before):
         count = limit - done
         if count <= 0 or spent + cost > until or spent + cost >= before:
             return done, spent, cost
+        # No further than the next point of the table, where the slope changes.
         if segment < last:
             count = min(count, max(1, math.ceil(values[axis + segment + 1] - context)))
         total = count * (cost + 0.5 * slope * (count - 1))
         if spent + total > until or spent + total >= before:
             room = min(until, before) - spent
             most = room / cost
+            # Growth counts: the root of the quadratic. In the form without a difference of nearly
+            # equal numbers, which is exact for small slopes, too.
             if slope < 0.0 or most * slope > 0.1 * cost:
                 half = cost - 0.5 * slope
                 root = math.sqrt(max(half * half + 2.0 * slope * room, 0.0))
                 most = 2.0 * room / (half + root)
+            # One more than the estimate, then down: rounding must not lose an iteration.
             count = min(count, int(most) + 1)
             total = count * (cost + 0.5 * slope * (count - 1))
             while spent + total > until or spent + total >= before:

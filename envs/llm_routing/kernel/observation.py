@@ -97,6 +97,7 @@ def note_arrival(config, tables, systems, row):
         length += tables.requests[catalog_row, model, PREDICTED_OUTPUT]
     prompt /= config.num_experts
     length /= config.num_experts
+    # A plain mean until there are h requests: an exponential one would begin at zero.
     share = 1.0 / (env.index + 1)
     for k in range(len(LOAD_WEIGHTS)):
         weight = max(share, LOAD_WEIGHTS[k])
@@ -398,6 +399,7 @@ def _write_queues(config, queues, expert, now, waiting, obs, run_start, wait_sta
         request = request_of(queues, expert, slot)
         slot = newer(queues, expert, slot)
         _write_request(expert, request, now, 0.0, obs, wait_start + REQUEST_WIDTH * k)
+    # Rows beyond are zero since they were last blanked: only what has left is written.
     for start, written, count in (
         (run_start, expert.written_running, expert.running),
         (wait_start, expert.written_waiting, waiting),

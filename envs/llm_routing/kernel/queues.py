@@ -100,6 +100,7 @@ def scheduled_tokens(expert, request):
 def settle(config, queues, expert):
     """Bring ``expert.free``, Eq. 4, up to the emissions so far."""
     end = expert.phase + (expert.emitted - expert.settled)
+    # Blocks taken are counted when somebody asks: a decode run costs no work a request.
     turns = full_blocks(config, end)  # in each, every decoding request takes a block
     end -= turns * config.block_size
     first = _residues(config, expert)
@@ -116,6 +117,7 @@ def _count_residue(config, queues, expert, tokens, blocks, change):
     full = expert.phase + blocks * config.block_size - tokens
     if full >= config.block_size:
         full -= config.block_size
+    # Cumulative over the residues, so that settle takes the difference of two of them.
     for k in range(first + full + 1, first + config.block_size):
         queues.lists[k] += change
 
@@ -184,6 +186,7 @@ def complete_decoding(config, queues, expert, request):
     _end_decoding(config, queues, expert, request)
     blocks = blocks_of(config, request.computed + 1)
     request.chunk = 0
+    # settle has counted a block for the last token as for any other.
     expert.free += blocks - blocks_of(config, request.computed)
 
 
@@ -207,6 +210,7 @@ def leave(config, queues, expert, request, slot, unknown):
 @inline
 def can_take(config, expert, prompt):
     """Whether an expert would queue a request of so many prompt tokens now."""
+    # A request that can never fit would hold up the queue for ever.
     if expert.waiting >= config.waiting_capacity or expert.down != 0:
         return False
     return blocks_of(config, prompt + config.max_output_tokens) <= expert.capacity

@@ -1,24 +1,13 @@
 """vLLM's scheduler (v1), as the engines of both routing families have it.
 
-A step of vLLM (``schedule`` in ``vllm/v1/core/sched/scheduler.py`` and ``allocate_slots`` in
-``vllm/v1/core/kv_cache_manager.py``, both at commit 003df29):
+It follows ``schedule`` in ``vllm/v1/core/sched/scheduler.py`` and ``allocate_slots`` in
+``vllm/v1/core/kv_cache_manager.py``, both at commit 003df29. A step serves the running requests
+first, in order of admission, then admits from the head of the waiting queue.
 
-1. Whoever has arrived by now is in the waiting queue before the step is scheduled, so requests that
-   arrive at one moment are admitted together (``EngineCoreProc`` empties its input queue first).
-2. The running requests come first, in order of admission. Each gets KV blocks for the tokens of
-   this step alone: one of a decode, a chunk of a prefill. Where a block is missing the newest
-   running request is preempted, if need be the one that asks; then none is admitted in this step.
-3. The head of the waiting queue is admitted while there is a slot and a token of budget, if the
-   free blocks hold all its tokens (``full_sequence_must_fit``, the default); it gets those of its
-   first chunk. Who does not fit holds up all behind it.
-4. A preempted request gives back its blocks and waits at the head. It computes its prompt and what
-   it had generated once more, but for what is still cached; the last chunk emits its next token.
-
-So at most one prefill is under way between steps: it took what was left of the budget. ``queues``
-is anything with the arrays ``request`` (records of one engine's requests) and ``lists`` (int32). A
-replica's requests begin at its ``first_request``, and ``slot`` counts from there; of the lists, the
-heap of its decoding ones begins at ``first_place`` and the links of all at ``first_link``. Links
-stand apart from the records so that a walk along them is short.
+``queues`` is anything with the arrays ``request`` (records of one engine's requests) and ``lists``
+(int32). A replica's requests begin at its ``first_request``, and ``slot`` counts from there; of the
+lists, the heap of its decoding ones begins at ``first_place`` and the links of all at
+``first_link``.
 """
 
 from __future__ import annotations
@@ -62,6 +51,8 @@ def full_blocks(config, tokens):
 @inline
 def before(time):
     """The last moment before ``time``: who arrives then is there when an iteration begins then."""
+    # vLLM empties its input queue before it schedules a step: whoever arrives at the moment
+    # of a boundary is admitted there, so engines stop just before the arrival.
     return np.nextafter(time, -np.inf)
 
 
@@ -91,6 +82,7 @@ def clear_scheduler(replica):
 @inline
 def newer(queues, replica, slot):
     """The next request of the running list or the waiting queue, -1 for none."""
+    # Links stand apart from the records: a walk along them reads little memory.
     return queues.lists[replica.first_link + 2 * slot]
 
 
@@ -111,6 +103,7 @@ def _chain(queues, replica, ahead, behind):
 @inline
 def enqueue(queues, replica, request, slot):
     """Put a request among the waiting, by when it is at the replica; of two at once as sent."""
+    # From the tail: nearly every request is at the replica after all others.
     ahead, behind = replica.tail, -1
     while ahead >= 0 and request_of(queues, replica, ahead).available > request.available:
         ahead, behind = _older(queues, replica, ahead), ahead
@@ -167,6 +160,7 @@ def admit_head(queues, replica, request, now):
     """The request at the head of the waiting queue is the newest of the running list."""
     slot = replica.head
     leave_waiting(queues, replica, slot)
+    # Waiting ends at the first admission: a preempted request is not counted twice.
     if math.isnan(request.admitted):
         request.admitted = now
     request.admission = replica.admissions
@@ -175,6 +169,7 @@ def admit_head(queues, replica, request, now):
     _chain(queues, replica, slot, -1)
     if replica.newest < 0:
         replica.oldest = slot
+    # Prefills are the newest of the running list, so the oldest of them is all that is kept.
     if replica.prefill < 0:
         replica.prefill = slot
     replica.newest = slot
@@ -305,10 +300,12 @@ def start_decoding(config, queues, replica, request, slot):
     """The oldest request whose prefill was under way has a token more and decodes from now."""
     request.generated += 1
     request.decoding = 1
+    # Tokens so far are emitted - origin: one count for the replica instead of one a request.
     request.origin = replica.emitted - request.generated
     replica.decoding += 1
     replica.decoding_tokens += request.prompt + request.generated
     if config.longest:
+        # Prompt - origin is a context less what all decodes share, so its order never changes.
         replica.longest_key = max(replica.longest_key, request.prompt - request.origin)
     replica.prefill = newer(queues, replica, slot)
     _rise(queues, replica, replica.decoding - 1, slot)
@@ -326,12 +323,14 @@ def _find_longest(queues, replica):
 def stop_decoding(config, queues, replica, request):
     """A running request decodes no more; its last token has only been emitted, not computed."""
     request.generated = replica.emitted - request.origin
+    # The KV of a token is written by the iteration after the one that samples it.
     request.computed = request.prompt + request.generated - 1
     request.chunk = 1
     request.decoding = 0
     replica.decoding -= 1
     replica.decoding_tokens -= request.prompt + request.generated
     last = queues.lists[replica.first_place + replica.decoding]
+    # The last of the heap fills the gap; it may belong above it as well as below.
     place = request.place
     if place < replica.decoding:
         above = queues.lists[replica.first_place + max(place - 1, 0) // 2]
@@ -339,6 +338,7 @@ def stop_decoding(config, queues, replica, request):
             _rise(queues, replica, place, last)
         else:
             _sink(queues, replica, place, last)
+    # Only the end of the longest one needs a search for the next longest.
     if config.longest and request.prompt - request.origin >= replica.longest_key:
         _find_longest(queues, replica)
 
@@ -352,6 +352,8 @@ def next_chunk(config, queues, replica):
     if replica.prefill < 0:
         return 0
     request = request_of(queues, replica, replica.prefill)
+    # vLLM has at most one prefill under way between steps: whoever is cut short took all that
+    # was left of the budget. Decodes were served before it, a token each.
     left = request.prompt + request.generated - request.computed
     request.chunk = min(left, config.token_budget - replica.decoding)
     return request.chunk
@@ -368,6 +370,8 @@ def closed_run(config, replica):
 @inline
 def requeue(queues, replica, request, slot):
     """A preempted request waits at the head of the queue."""
+    # vLLM recomputes: the prompt and what was generated are a new prompt, whose last chunk
+    # emits the next token. It comes before those never admitted.
     request.computed = 0
     request.preemptions += 1
     _insert_waiting(queues, replica, slot, -1, replica.head)
@@ -376,6 +380,7 @@ def requeue(queues, replica, request, slot):
 @inline
 def mixed_end_s(law, queues, replica, now, tokens):
     """When an iteration of ``tokens`` tokens of prefill chunks and all decodes ends."""
+    # Dense layers see all tokens as one batch; attention is by request, the head by sequence.
     time = dense_s(law, replica.profile, float(tokens + replica.decoding))
     chunks, longest = 0, 0
     slot = replica.prefill
@@ -383,6 +388,7 @@ def mixed_end_s(law, queues, replica, now, tokens):
         request = request_of(queues, replica, slot)
         chunks += 1
         longest = max(longest, request.chunk)
+        # A later chunk reads the KV of those before it, so its time depends on what is computed.
         chunk, computed = float(request.chunk), float(request.computed)
         time += chunk_attention_s(law, replica.profile, chunk, computed)
         slot = newer(queues, replica, slot)

@@ -20,6 +20,7 @@ from servegym.envs.prefix_routing.kernel.iterations import advance
 
 @inner
 def _go_to_next_arrival(config, law, systems, row):
+    # Children of requests in flight may arrive before the arrivals that are known.
     n = next_to_work(config, systems, row)
     while n >= 0:
         replica = systems.replica[row, n]

@@ -30,6 +30,7 @@ def block_of(systems, replica, index):
 def _home(config, replica, content):
     """Where the lists hold the first block of an id's chain; ids that follow are neighbours."""
     # Knuth's multiplicative hash.
+    # Sixteen ids that follow one another share a line of memory: prompts are read in order.
     group = (((int(content) >> 4) * 2654435769) & 0xFFFFFFFF) >> config.shift
     return np.uint64(replica.first_entry + (group << 4) + (int(content) & 15))
 
@@ -81,6 +82,7 @@ def _name(config, systems, replica, index, content, new):
         block.twin_before = last
         block.twin_after = first
         other.twin_before = index
+    # The head did not fit for want of this block: it is looked at again.
     if replica.blocked_id == content:
         replica.blocked = 0
     _add_event(systems, replica, content, 1)
@@ -100,6 +102,7 @@ def _forget(config, systems, replica, index):
         twin.twin_before = block.twin_before
         if before == LATER_TWIN:
             return
+        # The next of equal blocks takes its place in the chain: it is found from now on.
         twin.chained, twin.chained_before = after, before
         if after >= 0:
             block_of(systems, replica, after).chained_before = block.twin_after
@@ -146,6 +149,7 @@ def _release(systems, replica, index):
     block.references -= 1
     if block.references > 0:
         return
+    # Least recently freed goes first (vLLM); what holds nothing goes before all that may be found.
     ring = block_of(systems, replica, replica.capacity)
     if block.id >= 0:
         block.before = ring.before
@@ -240,6 +244,8 @@ def _fits(config, systems, replica, request):
     need = blocks_of(config, request.prompt + request.generated)
     if need <= replica.free:
         return True
+    # vLLM looks up the cache at every step; here again only when a block is freed or the first
+    # missing id comes, which is all that can change the answer.
     most = _most_hits(config, request)
     replica.blocked_id = -1
     hits = 0
@@ -301,11 +307,13 @@ def admit_blocks(config, systems, replica, request):
         if index < 0:
             break
         block = block_of(systems, replica, index)
+        # A free block that is found is taken out of the list of eviction: it is in use again.
         if block.references == 0:
             _unlink(systems, replica, block)
         block.references += 1
         hits += 1
         _pass_id(config, systems, request, hits)
+    # Found blocks have ids already and are shared: the request's own chain begins behind them.
     request.hits = request.blocks = request.named = hits
     request.own = -1
     request.computed = max(hits, request.stored) * config.block_size

@@ -76,6 +76,7 @@ def begin_row(config, systems, row):
         clear_request(request)
         if request.parent >= 0:
             env.closed_loop = 1
+            # Its arrival hangs on when its parent ends, and so on the routing.
             request.arrived = np.nan
             parent = request_of(systems, env, request.parent)
             request.next_child = parent.first_child
@@ -99,9 +100,11 @@ def route_request(config, law, systems, row, number):
     request.replica = number
     if number >= 0:
         replica = systems.replica[row, number]
+        # A boundary at the moment of an arrival admits it: work stops just before.
         until = before(env.now)
         if replica.end <= until or replica.next_change <= until:
             advance(config, law, systems, replica, until)
+        # The last token takes no KV: nobody reads it.
         need = blocks_of(config, request.prompt + request.output - 1)
         if replica.down == 0 and need <= replica.capacity:
             request.available = arrive(replica, env.now)
@@ -109,6 +112,7 @@ def route_request(config, law, systems, row, number):
             if config.store != NO_STORE:
                 request.stored = put_in_store(config, systems, replica, request)
             enqueue(systems, replica, request, index)
+            # A new request may end before the bound that held without it.
             replica.safe = min(replica.safe, replica.end)
             return True
     request.outcome = REJECTED
@@ -124,6 +128,7 @@ def next_to_work(config, systems, row):
     a boundary and an arrival at one moment the arrival comes first.
     """
     env = systems.env[row]
+    # All arrivals are known, so that no replica has to run ahead of them.
     if env.routed + env.expected == env.requests:
         return -1
     first = 0

@@ -16,10 +16,6 @@ not modelled.
 **Precise index**, as built from the engines' cache events: a replica has an entry from
 ``delay_s`` after a block of that content was stored until ``delay_s`` after one was removed, even
 if a block of equal content is left. An entry is a block, and matches are strict.
-
-The list in order of use needs no links: ``stamp`` names the last request that touched an entry at a
-replica, and the entries of the requests in order of routing, less those touched again later, are
-the list.
 """
 
 from __future__ import annotations
@@ -172,6 +168,7 @@ def look_up(gateways, row, index, now):
     for i in range(first, stop):
         key = gateways.keys[row, i]
         holders = gateways.holders[row, key] if key >= 0 else 0
+        # As in a radix tree a replica that missed one entry matches none behind it.
         if config.strict == 1:
             holders &= matching
         if holders != matching:
@@ -233,6 +230,8 @@ def _evict(gateways, row, number, replica):
     if replica.entries <= replica.capacity:
         return
     bit = 1 << number
+    # The list in order of use needs no links: it is the entries of the requests in order of
+    # routing, less those that bear the stamp of a later one.
     excess = replica.entries - replica.capacity
     oldest = replica.oldest
     first, stop = gateways.first_key[row, oldest], gateways.first_key[row, oldest + 1]
@@ -276,6 +275,7 @@ def take_events(gateways, row, events, count, now):
         while replica.event < count:
             event = events[replica.event % size]
             if event.replica == n:
+                # In order of time for each replica: what is too young ends the reading.
                 if event.time + config.delay_s > now:
                     break
                 if event.time > replica.forgotten_s:
@@ -321,6 +321,7 @@ def sent(gateways, row, index, number, now):
     replica.in_flight += 1
     replica.prefill += request.uncached
     replica.context += request.prompt
+    # All prefill that is queued there, its own included: what a gateway can reckon.
     request.expected = replica.prefill / replica.speed
     entry_blocks = config.entry_tokens // config.block_size
     first, stop = gateways.first_key[row, index], gateways.first_key[row, index + 1]

@@ -6,9 +6,7 @@ requests get their blocks (2), requests are admitted (3), and the next iteration
 nothing else can happen are one closed-form update; blocks are taken one by one.
 
 With asynchronous scheduling iteration k + 2 is planned when k has ended and k + 1 starts. Nothing
-but arrivals happens until k + 1 ends, so the plan is made then, before the completions (1), from
-those who had arrived when k + 1 started: who has its last token in k + 1 still holds its slot and
-its blocks, and the token that k + 1 samples is not known yet.
+but arrivals happens until k + 1 ends, so the plan is made then, before the completions (1).
 """
 
 from __future__ import annotations
@@ -73,6 +71,7 @@ def _end_iteration(config, systems, replica):
         slot = first_to_finish(systems, replica)
         request = request_of(systems, replica, slot)
         request.outcome = COMPLETED
+        # The next plan is made before it leaves: it still holds its slot and its blocks.
         if config.async_scheduling:
             end_decoding(config, systems, replica, request)
             request.grow_after = -1
@@ -103,6 +102,7 @@ def _grow_decode(config, systems, replica, slot):
     """Blocks for the next token of a decoding request; returns the next one that grows with it."""
     request = request_of(systems, replica, slot)
     tokens = request.prompt + (replica.emitted - request.origin)
+    # With asynchronous scheduling the token that is being sampled is not known yet.
     grow(config, systems, replica, request, tokens, tokens - config.async_scheduling)
     return request.grow_after
 
@@ -116,6 +116,8 @@ def _grow_decodes(config, systems, replica):
     preempted = 0
     slot = systems.lists[replica.first_bucket + replica.phase]
     while slot >= 0:
+        # vLLM preempts the newest running request where a block is missing, if need be the one
+        # that asks: then nobody newer is left to look at.
         while replica.free == 0 and replica.newest != slot:
             preempt_newest(config, systems, replica)
             preempted += 1
@@ -151,8 +153,10 @@ def _schedule_prefills(config, systems, replica, now, planned, preempted):
             return 0, preempted + 1
         computed = request.computed + tokens
         grow(config, systems, replica, request, computed, computed)
+    # vLLM admits nobody in a step that preempted.
     if preempted > 0:
         return tokens, preempted
+    # First come, first served: who does not fit holds up all behind it.
     budget = config.token_budget - replica.decoding
     while replica.waiting > 0 and replica.running < config.max_running and tokens < budget:
         request = request_of(systems, replica, replica.head)
@@ -162,11 +166,13 @@ def _schedule_prefills(config, systems, replica, now, planned, preempted):
             break
         admit_head(systems, replica, request, now)
         if request.preemptions == 0:
+            # Hits are those of the first admission: later it may find its own blocks.
             request.hit = request.computed
         else:
             request.recomputed += max(request.lost - request.computed, 0)
         request.chunk = min(request.prompt + request.generated - request.computed, budget - tokens)
         computed = request.computed + request.chunk
+        # Blocks have their ids at once: the next one of this step finds them (vLLM's block pool).
         grow(config, systems, replica, request, computed, computed)
         tokens += request.chunk
     return tokens, 0
@@ -182,6 +188,7 @@ def _start_decodes(config, law, systems, replica, now, until):
     joins = replica.waiting > 0 and replica.running < config.max_running
     if joins or systems.events.shape[1] > 0:
         limit = 0  # whether the head joins is decided at every boundary; events have their times
+    # The times in one closed form, the blocks one by one: eviction goes by their order.
     done, spent, cost = decode_iterations(law, replica, limit, until - now, np.inf)
     replica.start = now + spent
     replica.end = replica.start + cost
@@ -234,6 +241,7 @@ def _safe_s(config, law, replica):
     """A time before which no request ends unless another one is sent to the replica."""
     if replica.running + replica.waiting == 0:
         return np.inf
+    # Whoever waits may be admitted, and end, at the next boundary.
     ends = replica.emitted + 1 >= replica.next_finish
     if replica.iteration != DECODE or replica.waiting > 0 or ends:
         return min(replica.end, replica.next_change)

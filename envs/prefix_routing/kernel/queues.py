@@ -152,6 +152,7 @@ def preempt_newest(config, systems, replica):
     if request.outcome == COMPLETED:
         request.preemptions += 1
         return
+    # What it had computed: what is not found again on admission is computed twice.
     request.lost = request.computed
     requeue(systems, replica, request, slot)
 
@@ -166,6 +167,7 @@ def fail(config, systems, replica, now):
             request.outcome = FAILED
             request.decoding = 0
             add_news(systems, replica, slot, LOSS, now)
+            # A session goes on after an error, else a failure would thin out the load.
             expect_children(systems, replica.row, request, now)
             slot = newer(systems, replica, slot)
     clear_replica(config, systems, replica)

@@ -297,6 +297,7 @@ def _reference(config, gateways, row, prompt):
     best, least = 0, np.inf
     for n in range(config.num_replicas):
         view = gateways.replica[row, n]
+        # The last term breaks ties where all is cached: fewest in flight.
         cost = (prompt - view.match) * (view.in_flight + 1.0) + 1e-9 * view.in_flight
         if view.up == 1 and cost < least:
             best, least = n, cost
@@ -432,6 +433,7 @@ def step(tables, systems, gateways, episodes, out, actions, which):
     choices = config.num_replicas + settings.admission
     for row in range(systems.env.shape[0]):
         if which[row] != 0 and (actions[row] < 0 or actions[row] >= choices):
+            # Before anything moves: an error leaves all systems as they were.
             return -1 - row
     ended = 0
     for row in range(systems.env.shape[0]):
@@ -454,6 +456,7 @@ def step(tables, systems, gateways, episodes, out, actions, which):
         last = episode.index == settings.decisions
         if last:
             env.index = -1
+            # The last answers count, too: the replicas work off what they have.
             for n in range(config.num_replicas):
                 advance(config, tables.law, systems, systems.replica[row, n], np.inf)
             _hear(config, systems, gateways, episodes, row)

@@ -32,6 +32,7 @@ def step(t, b, actions, nvec, which):
     """
     t, b = borrowed(t), borrowed(b)
     for row in range(len(which)):
+        # Before anything moves: an error leaves all systems as they were.
         if which[row] != 0:
             for i in range(len(nvec)):
                 if actions[row, i] < 0 or actions[row, i] >= nvec[i]:

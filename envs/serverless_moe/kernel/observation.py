@@ -33,6 +33,7 @@ def _mask_infeasible(c, members, worst_share, worst_expert, largest_mb, n_in, ma
         legal = 0
         for order in range(2):
             share = worst_share[order, level]
+            # Legal if it is in either order: the order is another part of the action.
             if (
                 c.largest_expert_mb * m + body_mb * share <= largest_mb
                 and body_mb * share <= c.z_max * c.payload_mb
@@ -89,6 +90,7 @@ def _observe_request(c, e, request, last_trem, functions, masks, s):
     s.ttft_limit = min(request.ttft_limit, MAX_SLO_S)
     s.tpot_limit = min(request.tpot_limit, MAX_SLO_S)
     total = 0.0
+    # The overhead of the present request is not known before it is served.
     for layer in range(c.layers):
         total += last_trem[layer]
     s.t_rem = min(total / c.layers, MAX_TREM_S)

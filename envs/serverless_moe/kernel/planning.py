@@ -57,6 +57,7 @@ def choose(t, e, request, functions, action):
     main = t.main_law[t.main_choice[level, headroom]]
     warm = functions_are_warm(c, e)
     main_warm = warm and e.main_mb == main.mb
+    # The main function holds what is not remote: other remote experts are another function.
     for layer in range(c.layers):
         if functions[layer].mask != t.masks[mask_row, level, layer]:
             main_warm = False
@@ -163,7 +164,9 @@ def plan_functions(t, scratch, cache, request, choice, action):
     tokens = float(np.int64(request.n_in) * c.top_k)
     key, slot = np.int64(-1), np.int64(0)
     if choice.members > 0 and c.per_layer == 0:
+        # A plan goes by prediction, length and action alone, and episodes repeat prompts.
         key = _plan_key(t, q, request, choice, action)
+        # One place a key: what is written over is planned again.
         slot = key % len(cache.key)
         if cache.key[slot] == key:
             _copy_plan(cache.plan[slot], cache.replica[slot], scratch.plan, scratch.replica)
@@ -192,6 +195,7 @@ def plan_functions(t, scratch, cache, request, choice, action):
         ):
             z += 1
         plan.replicas = min(z + t.z_headroom[step_z], c.z_max)
+        # The headroom changes who is with whom.
         if plan.replicas != z:
             _assign_by_lpt(count, plan.replicas, replica, scratch)
     if key >= 0:

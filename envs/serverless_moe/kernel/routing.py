@@ -41,6 +41,7 @@ def count_prompt_tokens(recorded, request, tokens):
     first = recorded.bank_start[request.prompt]
     size = recorded.bank_start[request.prompt + 1] - first
     start = np.int64(request.offset)
+    # A prompt longer than its record goes round: whole laps, then the rest of one.
     laps = request.n_in // size
     end = start + request.n_in % size
     if end >= size:
@@ -58,6 +59,7 @@ def count_prompt_tokens(recorded, request, tokens):
                 + np.int64(before_end[layer, k])
                 - np.int64(before_start[layer, k])
             )
+    # Cumulative counts stand every CHUNK tokens: the rest is counted one by one.
     for until, sign in ((end, 1), (start, -1)):
         for i in range(first + until - until % CHUNK, first + until):
             ids = recorded.ids[i]

@@ -64,6 +64,7 @@ def _prefill_layer(c, scratch, choice, layer, trem_s):
     remote_tokens = 0
     for k in range(c.experts):
         n = tokens[k]
+        # An expert without tokens is not called: it has no first token to pay for.
         if n == 0:
             continue
         used += 1
@@ -80,11 +81,13 @@ def _prefill_layer(c, scratch, choice, layer, trem_s):
     invoked = 0
     largest = 0.0
     for j in range(z):
+        # A replica without tokens is not invoked: it takes no time and costs nothing.
         if assigned[j] > 0.0:
             span = busy_s[j] + trem_s
             all_s += span
             added_s += rounding_s(c, span)
             invoked += 1
+            # Replicas work side by side: the slowest sets the time, all are billed (Eq. 3 and 8).
             slowest_s = max(slowest_s, span)
             largest = max(largest, assigned[j])
     return local_s, slowest_s, all_s, added_s, invoked, used, remote_tokens, largest
@@ -111,6 +114,7 @@ def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
             c, scratch, choice, layer, trem[layer]
         )
         seconds += layer_s(c, local_s, slowest_s, n_in)
+        # MIX has every expert in its main function: the same routing, nothing remote.
         mix_s += layer_s(c, experts_s(mix.one_s, mix.more_s, 0.0, used, n_in * c.top_k), 0.0, n_in)
         remote_mb_s += plan.mb * all_s
         rounding_mb_s += plan.mb * added_s
@@ -119,6 +123,7 @@ def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
         if choice.members > 0:
             need_mb = expert_mb[layer] * choice.members + c.token_mb * remote_tokens
             remote_memory |= need_mb > plan.mb
+            # 10g is by invocation: the fullest replica decides.
             payload |= largest * c.token_mb > c.payload_mb
     main_memory = held_mb + c.token_mb * n_out > choice.main_mb
     violations = Violations(main_memory, remote_memory, payload)
@@ -144,6 +149,8 @@ def _decode(c, mix, plan, decoded, request, trem, choice):
         decode_s = 0.0
         called_s = 0.0
         added_s = 0.0
+        # Tokens with as many remote experts take the same time: top_k + 1 cases for each layer
+        # instead of a sum over tokens.
         for i in range(top_k + 1):
             times = decoded[layer, i]
             if times == 0:
@@ -178,6 +185,7 @@ def _start(c, expert_mb, functions, plan, choice):
     for layer in range(c.layers):
         planned, function = plan[layer], functions[layer]
         fresh = planned.replicas
+        # Replicas of the same experts and memory stay warm; only those beyond them start.
         if choice.warm and function.mask == planned.mask and function.mb == planned.mb:
             fresh = max(fresh - function.replicas, 0)
         if fresh > 0:
@@ -188,6 +196,7 @@ def _start(c, expert_mb, functions, plan, choice):
             remote_mb_s += fresh * planned.mb * one_s
             rounding_mb_s += fresh * planned.mb * rounding_s(c, one_s)
     main_mb = local_mb
+    # One link carries the weights of all that start, and each waits for the whole of it.
     if c.load_shared:
         main_mb = loaded_mb
         if started_mb > 0.0:
@@ -305,6 +314,7 @@ def serve(t, b, row, action):
     else:
         start = _start(c, t.expert_mb, b.functions[row], plan, choice)
         planned = _bill(c, request, choice.main_mb, prefill, decode, start)
+    # A plan that breaks a limit fails when it runs, so MIX serves elsewhere.
     feasible = not (violations.main_memory or violations.remote_memory or violations.payload)
     served = planned if feasible else mix
     log = b.log[row, e.index]
@@ -316,6 +326,7 @@ def serve(t, b, row, action):
         for i in range(len(action)):
             b.action[row, i] = action[i]
     else:
+        # The functions here were not used meanwhile: their keep-alive runs on.
         e.idle_s += mix.cold_s + mix.prefill_s + mix.decode_s
     e.index += 1
     ended = e.index == c.requests
