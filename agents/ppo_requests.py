@@ -74,11 +74,11 @@ def train(args: Args) -> Path:
     settings = ppo.network_settings(envs, args)
     agent = ppo.Agent(**settings)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    averaged = copy.deepcopy(agent)
+    averaged = copy.deepcopy(agent) if args.average else agent
 
     def average(*_: Any) -> None:
         for mean, new in zip(averaged.parameters(), agent.parameters(), strict=True):
-            mean.data.lerp_(new.data, args.average or 1.0)
+            mean.data.lerp_(new.data, args.average)
 
     optimizer.register_step_post_hook(average)
     log = RunLog(args, "ppo_requests", args.env_id, env_kwargs(args))
@@ -88,7 +88,8 @@ def train(args: Args) -> Path:
     validation = Validation(args.env_id, args.eval_episodes, ppo.env_kwargs(args, cut=False))
 
     x, mask = agent.observe(*envs.reset(seed=environments.episode_seeds(args.seed, n)))
-    parts = {"agent": agent, "averaged": averaged, "optimizer": optimizer, "envs": envs}
+    parts = {"agent": agent, "optimizer": optimizer, "envs": envs}
+    parts |= {"averaged": averaged} if args.average else {}
     update, best, metrics = log.restore(parts, (0, -np.inf, {}))
 
     obs_buf = torch.zeros((steps, *x.shape))
@@ -97,7 +98,6 @@ def train(args: Args) -> Path:
     logp_buf, rewards, values, zeros = (torch.zeros((steps, n)) for _ in range(4))
     while True:
         step = update * steps * n
-        averaged.moments.load_state_dict(agent.moments.state_dict())
         log.snapshot(step, parts, (update, best, metrics))
         # Evaluate: the random weights first, the last policy at the end.
         if evaluation_due(args.eval_every, step - steps * n, step) or update == updates:
@@ -132,6 +132,7 @@ def train(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - update / updates)
         buffers = (obs_buf, mask_buf, action_buf, logp_buf, advantages, advantages + values)
         metrics = ppo.learn(agent, optimizer, buffers, args)
+        averaged.moments.load_state_dict(agent.moments.state_dict())
         update += 1
         metrics["charts/SPS"] = log.advance(update * steps * n)
     envs.close()

@@ -48,9 +48,9 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def write(path: str, text: str) -> None:
-    """One page; in a table an interval stays on one line."""
+    """One page; in a table an interval is not broken."""
     lines = [
-        re.sub(r" \[([-+.\d]+), ([-+.\d]+)\]", "\u00a0[\\1,\u00a0\\2]", line)
+        re.sub(r" \[([-+.\d]+), ([-+.\d]+)\]", " [\\1,\u00a0\\2]", line)
         if line[:1] == "|"
         else line
         for line in text.rstrip().split("\n")
@@ -154,7 +154,7 @@ _PLACEMENT = {
 }
 TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
     "ppo": {"LLM routing": ("routing/learning_ppo",)},
-    "ppo_requests": {"Prefix routing": ("prefix/learning",)},
+    "ppo_requests": {"Prefix routing": ("prefix/learning_curves", "prefix/learning")},
     "sac_rows": {"LLM routing": ("routing/learning_sac_rows",)},
     "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
     "td_afterstates": {"LLM routing": ("routing/learning_td_afterstates",)},
@@ -175,8 +175,8 @@ METRICS = {
 
 
 def interval(value: float, low: float, high: float) -> str:
-    """An estimate with its interval, on one line."""
-    return f"{value:.3f}\u00a0[{low:.3f},\u00a0{high:.3f}]"
+    """An estimate with its interval, which is not broken."""
+    return f"{value:.3f} [{low:.3f},\u00a0{high:.3f}]"
 
 
 def trained(name: str, path: Path) -> list[str]:
@@ -205,11 +205,7 @@ def trained(name: str, path: Path) -> list[str]:
     if seconds:
         text = f"{len(seconds)} trainings from random weights, {min(seconds):.0f} to "
         text += f"{max(seconds):.0f} s of a core each ({origin(record)}). "
-        text += (
-            "Dashed: rules on the same validation episodes."
-            if curves
-            else "No curve of these trainings is kept."
-        )
+        text += "Dashed: rules on the same validation episodes." * bool(curves)
         lines += [text, "", "```sh", *commands(name, record, bool(curves)), "```", ""]
     return lines + results_of(name, rows)
 
@@ -228,9 +224,9 @@ def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
 def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
     """A table's results on evaluation episodes: the agent, then the rules, by arrival rate."""
     value = next((key for key in METRICS if key in rows[0]), None)
-    if value is None:
-        return []
     ends = ("low", "high") if "low" in rows[0] else (f"{value}_low", f"{value}_high")
+    if value is None or ends[0] not in rows[0]:
+        return []
     results: dict[str, dict[str, str]] = {name: {}}
     for row in rows:
         if row[ends[0]] != "" and not row["policy"].startswith(f"{name}, "):

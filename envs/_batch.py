@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -137,7 +137,11 @@ def warn_of_no_mode() -> None:
     gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
 
 
-class BatchEnv(gym.Env):
+P = TypeVar("P")  # a family's Problem
+B = TypeVar("B", bound=Batch)
+
+
+class BatchEnv(gym.Env, Generic[P, B]):
     """A Gymnasium environment over a `Batch` of one system.
 
     A family writes the abstract methods: a class that lacks one fails when it is defined. What a
@@ -158,8 +162,8 @@ class BatchEnv(gym.Env):
     view: ClassVar[int] = 0
     arguments: ClassVar[type[Arguments]]
     problem_of: ClassVar[Callable[..., Any]]
-    problem: Any
-    batch: Any
+    problem: P
+    batch: B
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 from gymnasium import spaces
@@ -12,10 +12,10 @@ from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, flag
-from servegym.envs._batch import BatchEnv, need_episode, need_methods, warn_of_no_mode
+from servegym.envs._batch import B, BatchEnv, P, need_episode, need_methods, warn_of_no_mode
 
 
-class BatchParallelEnv(ParallelEnv):
+class BatchParallelEnv(ParallelEnv, Generic[P, B]):
     """Several agents in one system of a `Batch`, the one that a `BatchEnv` has.
 
     A family sets `possible_agents` and their spaces, writes `step` and `_observations`, and names
@@ -28,8 +28,8 @@ class BatchParallelEnv(ParallelEnv):
 
     metadata: ClassVar[dict[str, Any]]
     single: type[BatchEnv]
-    problem: Any
-    batch: Any
+    problem: P
+    batch: B
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -6,7 +6,7 @@ autoreset modes, seeds, time limits, masked resets, final observations and infor
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 from gymnasium.error import ResetNeeded
@@ -15,10 +15,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from servegym._checks import check_render_mode, choose, flag, whole
-from servegym.envs._batch import BatchEnv, check_options, need_episode, warn_of_no_mode
+from servegym.envs._batch import B, BatchEnv, P, check_options, need_episode, warn_of_no_mode
 
 
-class BatchVectorEnv(VectorEnv):
+class BatchVectorEnv(VectorEnv, Generic[P, B]):
     """B systems of a `BatchEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
 
     Besides the arguments of the single environment it takes
@@ -40,8 +40,8 @@ class BatchVectorEnv(VectorEnv):
 
     SINGLE: ClassVar[type[BatchEnv]]
     closed = True  # until it is made: what an argument refused holds nothing to close
-    batch: Any
-    problem: Any
+    batch: B
+    problem: P
 
     def __init__(
         self,

@@ -15,9 +15,6 @@ from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.workloads import make_prefix_workload
 from servegym.hardware_profiles import load
 
-MORE = {"expert_placement": {"serving": "offload"}}
-"""Arguments with which an environment compiles more."""
-
 
 def warm_family(family: Family) -> float:
     """Compile the engine and the policies of a family, or load them from the cache on disk.
@@ -31,7 +28,8 @@ def warm_family(family: Family) -> float:
     start = time.perf_counter()
     for env_id in family.env_ids:
         gymnasium.make(env_id).close()
-    gymnasium.make(family.env_id, **MORE.get(family.name, {})).close()
+    if family.name == "expert_placement":
+        gymnasium.make(family.env_id, serving="offload").close()  # caches are compiled apart
     if family.name == "llm_routing":
         replay([0.0], [1], [1])
     if family.name == "prefix_routing":

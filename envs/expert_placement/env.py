@@ -15,7 +15,7 @@ from servegym.envs.expert_placement.core import (
 )
 
 
-class ExpertPlacementEnv(BatchEnv):
+class ExpertPlacementEnv(BatchEnv[Problem, PlacementBatch]):
     """Decide every epoch which server holds which experts of a mixture-of-experts model.
 
     A call to another server waits for the network, and moving experts takes the same GPUs and links.
@@ -101,8 +101,6 @@ class ExpertPlacementEnv(BatchEnv):
     make_batch = PlacementBatch
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)
-    problem: Problem
-    batch: PlacementBatch
 
     def _put_action(self, action: Any) -> None:
         self._action = [check_action(action, self.action_space)]

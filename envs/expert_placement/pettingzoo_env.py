@@ -11,7 +11,13 @@ from gymnasium import spaces
 
 from servegym.envs._batch import need_episode
 from servegym.envs._parallel import BatchParallelEnv
-from servegym.envs.expert_placement.core import PlacementEpisode, action_space, check_action
+from servegym.envs.expert_placement.config import Problem
+from servegym.envs.expert_placement.core import (
+    PlacementBatch,
+    PlacementEpisode,
+    action_space,
+    check_action,
+)
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
@@ -22,7 +28,7 @@ _OF_GPUS = ("gpu_backlog_s", "loads_left")
 _OF_ALL = ("progress", "window_s")
 
 
-class ExpertPlacementParallelEnv(BatchParallelEnv, pettingzoo.ParallelEnv):
+class ExpertPlacementParallelEnv(BatchParallelEnv[Problem, PlacementBatch], pettingzoo.ParallelEnv):
     """Every server of `ExpertPlacementEnv` decides which experts it holds; together they hold all.
 
     Agents are `server_0` to `server_{N-1}`. An action is a `Dict` of `migrate`, `Discrete(2)`,
@@ -146,7 +152,9 @@ class ExpertPlacementParallelEnv(BatchParallelEnv, pettingzoo.ParallelEnv):
             numbers = {name: obs[name][n] for name in _OF_SERVER}
             numbers |= {name: obs[name][gpus].max() for name in _OF_GPUS}
             numbers |= {name: obs[name][0] for name in _OF_ALL}
-            parts = {name: np.array([value], np.float32) for name, value in numbers.items()}
+            parts: dict[str, np.ndarray] = {
+                name: np.array([value], np.float32) for name, value in numbers.items()
+            }
             parts["memory"] = np.array([min(used, 2.0)], np.float32)
             parts["held"] = view[order]
             for name in ("counts", "seconds_per_token"):

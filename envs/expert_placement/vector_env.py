@@ -13,7 +13,7 @@ from servegym.envs.expert_placement.core import PlacementBatch, check_action
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 
-class ExpertPlacementVectorEnv(BatchVectorEnv, VectorEnv):
+class ExpertPlacementVectorEnv(BatchVectorEnv[Problem, PlacementBatch], VectorEnv):
     """B systems of `ExpertPlacementEnv` over one cluster and one set of prompts.
 
     A step of one system is millions of events in one kernel call, so that systems are stepped one
@@ -27,8 +27,6 @@ class ExpertPlacementVectorEnv(BatchVectorEnv, VectorEnv):
     """
 
     SINGLE = ExpertPlacementEnv
-    problem: Problem
-    batch: PlacementBatch
 
     def _check_actions(self, actions: Any) -> list[tuple[bool, np.ndarray]]:
         """Each system's action, of ``migrate`` ``(B,)`` and ``plan`` ``(B, ...)``."""

@@ -27,7 +27,7 @@ REWARDS = {
 }
 PENALTIES = {"new_violations": layout.NEW_VIOLATIONS, "literal": layout.LITERAL}
 ESTIMATORS = {"true": 0, "predicted": 1}
-MAX_CAPACITY = 256
+MAX_CAPACITY = 1024
 """Requests that an expert may run, and that may wait at it, at most."""
 
 IN_FILE = ("catalog", "catalog_kwargs", "arrivals", "arrivals_kwargs", "rate")

@@ -18,7 +18,7 @@ def action_space(problem: Problem) -> spaces.Discrete:
     return spaces.Discrete(problem.num_experts + 1)
 
 
-class LLMRoutingEnv(BatchEnv):
+class LLMRoutingEnv(BatchEnv[Problem, RoutingBatch]):
     """Route each LLM request to one of N experts, or drop it.
 
     ## Description
@@ -97,8 +97,6 @@ class LLMRoutingEnv(BatchEnv):
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)
     action_words = staticmethod(action_words)
-    problem: Problem
-    batch: RoutingBatch
 
     @staticmethod
     def reset_info(batch: RoutingBatch, row: int) -> dict[str, Any]:

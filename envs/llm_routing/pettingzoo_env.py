@@ -11,6 +11,8 @@ from pettingzoo import ParallelEnv
 from servegym._checks import choose, whole
 from servegym.envs._batch import need_episode
 from servegym.envs._parallel import BatchParallelEnv
+from servegym.envs.llm_routing.config import Problem
+from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.env import (
     LLMRoutingEnv,
     LLMRoutingExpertsEnv,
@@ -28,7 +30,7 @@ VIEWS: dict[str, type[LLMRoutingEnv]] = {
 }
 
 
-class LLMRoutingParallelEnv(BatchParallelEnv, ParallelEnv):
+class LLMRoutingParallelEnv(BatchParallelEnv[Problem, RoutingBatch], ParallelEnv):
     """Several access points route their own requests to the same N experts of `LLMRoutingEnv`.
 
     Agents are `access_point_0` to `access_point_{K-1}`, with arrivals of their own. A step is one

@@ -19,7 +19,7 @@ from servegym.envs.llm_routing.env import (
 )
 
 
-class LLMRoutingVectorEnv(BatchVectorEnv, VectorEnv):
+class LLMRoutingVectorEnv(BatchVectorEnv[Problem, RoutingBatch], VectorEnv):
     """B systems of `LLMRoutingEnv`; `BatchVectorEnv` has the arguments but for one.
 
     `num_threads`: 1 (default) to 256 threads of the process that share the systems out; the numbers
@@ -33,8 +33,6 @@ class LLMRoutingVectorEnv(BatchVectorEnv, VectorEnv):
     """
 
     SINGLE = LLMRoutingEnv
-    problem: Problem
-    batch: RoutingBatch
 
     def __init__(self, num_envs: int = 1, *, num_threads: int = 1, **kwargs: Any) -> None:
         self.num_threads = whole("num_threads", num_threads, 1, MAX_THREADS)

@@ -15,7 +15,7 @@ from servegym.envs.prefix_routing.core import (
 )
 
 
-class PrefixRoutingEnv(BatchEnv):
+class PrefixRoutingEnv(BatchEnv[Problem, PrefixBatch]):
     """Send each LLM request to one of N replicas that cache the prefixes of earlier requests.
 
     ## Description
@@ -103,8 +103,6 @@ class PrefixRoutingEnv(BatchEnv):
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)
     action_words = staticmethod(action_words)
-    problem: Problem
-    batch: PrefixBatch
 
     @staticmethod
     def frame(batch: PrefixBatch, row: int, mode: str) -> Any:

@@ -14,7 +14,7 @@ from servegym.envs.prefix_routing.env import (
 )
 
 
-class PrefixRoutingVectorEnv(BatchVectorEnv, VectorEnv):
+class PrefixRoutingVectorEnv(BatchVectorEnv[Problem, PrefixBatch], VectorEnv):
     """B systems of `PrefixRoutingEnv`; `BatchVectorEnv` has the arguments.
 
     >>> import gymnasium, servegym
@@ -25,8 +25,6 @@ class PrefixRoutingVectorEnv(BatchVectorEnv, VectorEnv):
     """
 
     SINGLE = PrefixRoutingEnv
-    problem: Problem
-    batch: PrefixBatch
 
 
 class PrefixRoutingFlatVectorEnv(PrefixRoutingVectorEnv, VectorEnv):

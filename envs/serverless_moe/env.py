@@ -24,7 +24,7 @@ def action_space(problem: Problem) -> spaces.MultiDiscrete:
     return spaces.MultiDiscrete(problem.nvec)
 
 
-class ServerlessMoEEnv(BatchEnv):
+class ServerlessMoEEnv(BatchEnv[Problem, ServerlessBatch]):
     """Choose, request by request, which experts of a MoE model run as remote functions.
 
     ## Description
@@ -107,8 +107,6 @@ class ServerlessMoEEnv(BatchEnv):
     make_batch = ServerlessBatch
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)
-    problem: Problem
-    batch: ServerlessBatch
 
     def _put_action(self, action: Any) -> None:
         actions = np.asarray(action)

@@ -13,7 +13,7 @@ from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.serverless_moe.env import ServerlessMoEEnv, ServerlessMoEFlatEnv
 
 
-class ServerlessMoEVectorEnv(BatchVectorEnv, VectorEnv):
+class ServerlessMoEVectorEnv(BatchVectorEnv[Problem, ServerlessBatch], VectorEnv):
     """B systems of `ServerlessMoEEnv`; `BatchVectorEnv` has the arguments.
 
     >>> from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
@@ -24,8 +24,6 @@ class ServerlessMoEVectorEnv(BatchVectorEnv, VectorEnv):
     """
 
     SINGLE = ServerlessMoEEnv
-    problem: Problem
-    batch: ServerlessBatch
 
     def _info(self, stepped: np.ndarray, *args: Any, **kwargs: Any) -> dict[str, Any]:
         info = super()._info(stepped, *args, **kwargs)

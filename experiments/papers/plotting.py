@@ -312,8 +312,7 @@ class Curves:
         for axis, (panel, part) in zip(axes.flat, parts.items(), strict=True):
             self._draw(axis, part)
             if self.panels:
-                named = panel if isinstance(panel, str) else f"{panel:g}"
-                axis.set_title(f"{named} {self.panels[1]}", fontsize=10)
+                axis.set_title(f"{panel:g} {self.panels[1]}", fontsize=10)
         axes[0, 0].set_ylabel(self.label)
         legend(figure, axes[0, 0])
         return figure

@@ -320,7 +320,9 @@ async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]
         return _SERVING if picker.healthy or request[2:] == b"liveness" else _NOT_SERVING
 
     most = MAX_BODY_BYTES + SLACK_BYTES
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", most)])
+    # Without SO_REUSEPORT a second picker on the port is refused, and takes no half of the streams.
+    options = [("grpc.max_receive_message_length", most), ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(options=options)
     process = grpc.stream_stream_rpc_method_handler(
         picker.process,
         request_deserializer=ext_proc.ProcessingRequest.parse,

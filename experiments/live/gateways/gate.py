@@ -8,6 +8,7 @@ given up, so nothing is held for ever.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym.envs.llm_routing.arguments import MAX_CAPACITY, RoutingArguments
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
-from servegym.experiments.live.gateways.breakers import Breakers
+from servegym.experiments.live.gateways.breakers import PARDONED, Breakers
 from servegym.hardware_profiles.measure.openai_protocol import (
     EventStream,
     brings_token,
@@ -31,8 +33,8 @@ from servegym.hardware_profiles.measure.openai_protocol import (
 
 BYTES_PER_TOKEN = 4
 """Of a prompt's text, where no tokenizer counts."""
-DEPTH = 4
-"""Of lists in messages and prompts; what is nested more deeply is no text of theirs."""
+DEPTH = 16
+"""Of lists and objects in prompts; what is nested more deeply is no text of theirs."""
 RETRY_AFTER_S = 1
 """What a refused client is told to wait, seconds."""
 MAX_ANSWER_BYTES = 1 << 20
@@ -40,29 +42,77 @@ MAX_ANSWER_BYTES = 1 << 20
 LEASE_S = 600.0
 """Seconds of silence after which a request is given up and counts as failed."""
 PREDICTIONS = ("prompt_tokens", "scores", "output_tokens")
+PROMPTS, SCHEMAS = ("messages", "prompt", "input", "instructions", "system"), ("tools", "functions")
+TEXTS = ("content", "text", "reasoning_content", "tool_calls", "function_call", "function")
+TEXTS = (*TEXTS, "name", "arguments", "input", "output")
+"""What counts of a body: its prompts, the whole of its schemas, and these fields of a message."""
+LONGEST = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+REFUSALS = {401: "denied", 403: "denied", 404: "unknown"}
+STATUSES = {
+    **{"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403},
+    **{"not_found_error": 404, "request_too_large": 413, "invalid_prompt": 400},
+    **{"rate_limit_error": 429, "rate_limit_exceeded": 429, "context_length_exceeded": 400},
+    **{"insufficient_quota": 429, "BadRequestError": 400, "NotFoundError": 404},
+}
+"""Of errors that are told by a name; all others are the server's."""
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> int:
-    """Tokens of the prompt of a completion or chat request, at least 1.
+    """Tokens of the prompt of a request of OpenAI's or Anthropic's protocol, at least 1.
 
-    Token ids are counted; of text four bytes are taken for a token.
+    Token ids are counted; of text, and of schemas of tools, four bytes are taken for a token.
     """
 
-    def count(value: Any, depth: int) -> float:
+    def count(value: Any, depth: int, schema: bool) -> float:
         if isinstance(value, str):
             return len(value.encode("utf-8", "replace")) / BYTES_PER_TOKEN
         if isinstance(value, int):
             return 1
+        if depth == 0:
+            return 0
         if isinstance(value, Mapping):
-            return count(value.get("content") or value.get("text") or "", depth)
-        if not isinstance(value, Sequence) or depth == 0:
+            if schema:
+                names = sum(len(str(key)) for key in value) / BYTES_PER_TOKEN
+                return names + sum(count(one, depth - 1, True) for one in value.values())
+            return sum(count(value[key], depth - 1, False) for key in TEXTS if key in value)
+        if not isinstance(value, Sequence):
             return 0
         if value and type(value[0]) is int:  # token ids, of which there may be a million
             return len(value)
-        return sum(count(one, depth - 1) for one in value)
+        return sum(count(one, depth - 1, schema) for one in value)
 
-    tokens = count(body.get("messages") or body.get("prompt") or "", DEPTH)
+    tokens = sum(count(body.get(key), DEPTH, False) for key in PROMPTS)
+    tokens += sum(count(body.get(key), DEPTH, True) for key in SCHEMAS)
     return min(max(1, round(tokens)), MAX_TOKENS)
+
+
+def error_status(event: Mapping[str, Any], completion: bool = True) -> int:
+    """The HTTP status of the error that an event or an answer has or is, 0 if it is none.
+
+    A number from 400 on in the error or beside it is the status, whatever its field's name; else
+    the error's name says it, and 500 stands for all that say nothing. An answer to a completion
+    that has no choices but a ``detail`` or a ``message`` is an error as well.
+    """
+    inner = event.get("response")
+    error = error_of(event) or (inner.get("error") if isinstance(inner, Mapping) else None)
+    if not error and completion and not event.get("choices"):
+        error = event.get("detail") or event.get("message")
+    if not error and event.get("type") in ("error", "response.failed"):
+        error = event
+    if not error:
+        return 0
+    if isinstance(error, str):  # an event whose name says that it is an error
+        with contextlib.suppress(ValueError, OverflowError):
+            error = read_json(error.encode("utf-8", "replace"))
+    found = [event]
+    while isinstance(error, Mapping) and len(found) < DEPTH:
+        found.insert(0, error)
+        error = error.get("error")
+    keys = ("code", "status", "status_code", "error_code", "type")
+    values = [str(one.get(key)) for one in found for key in keys]
+    numbers = [int(text) for text in values if len(text) == 3 and text.isdecimal()]
+    names = [STATUSES[text] for text in values if text in STATUSES]
+    return next((one for one in (*numbers, *names) if 400 <= one < 600), 500)
 
 
 def from_metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,7 +132,7 @@ def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> di
     Further arguments win.
 
     Raises:
-        ValueError: If a server has no profile.
+        ValueError: If a server has no profile, or more slots than an environment.
     """
     for one in servers:
         if not one.profile:
@@ -90,11 +140,15 @@ def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> di
                 f"server {one.name!r} has no profile; make one with `servegym calibrate server`, "
                 "or name a shipped one in FLEET.toml"
             )
+        if one.slots > MAX_CAPACITY:
+            raise ValueError(f"server {one.name!r} has slots={one.slots}; allowed: {MAX_CAPACITY}")
+    slots = max(one.slots for one in servers)
     return {
         "profiles": [one.profile for one in servers],
         "scheduler": "chunked_prefill",
         "memory_policy": "paged",
-        "running_capacity": max(one.slots for one in servers),
+        "running_capacity": slots,
+        "prefill_token_budget": max(slots, RoutingArguments.prefill_token_budget),
         "waiting_capacity": 64,
         "router_delay_s": 0.0,
         "bytes_per_token": 0.0,
@@ -111,6 +165,7 @@ class Ticket:
     expert: int  # its number, or -1: the request is refused
     heard_s: float  # when it was sent or its last token came, by the router's clock
     completion: bool = True  # whether its answer must have the form of completions and a token
+    sent_s: float = 0.0
     number: int = 0  # of the request among all that were sent, for the breakers
     tokens: int = 0  # of its answer so far
 
@@ -118,7 +173,7 @@ class Ticket:
         """A token of the answer came; ``generated`` says how many there are by now."""
         gate, first, now = self.gate, self.tokens == 0, self.gate.router.clock()
         count = self.tokens + 1 if generated is None else int(generated)
-        self.tokens = min(max(count, 0), MAX_TOKENS)
+        self.tokens = min(max(count, self.tokens), MAX_TOKENS)
         gate.router.token(self.id, self.tokens)
         if first and self.tokens:
             with gate.lock:
@@ -138,15 +193,16 @@ class Ticket:
 
     def refused(self, status: int, *, retry_after: bool = False) -> None:
         """The answer is an error with this HTTP status; 503 with ``Retry-After`` is as 429."""
-        pardoned = 400 <= status < 500 or (status == 503 and retry_after)
-        self.end("refused" if pardoned else "failed")
+        busy, pardoned = status == 429 or (status == 503 and retry_after), 400 <= status < 500
+        how = REFUSALS.get(status, "refused") if pardoned else "failed"
+        self.end("busy" if busy else how)
 
     def end(self, how: str) -> None:
         """The request is over.
 
         Args:
             how: ``finished``, the answer is complete; ``empty``, it is complete and has no token;
-                ``failed``, by the server; ``refused``, by the server, for no fault of its own;
+                ``failed``, by the server; one of `PARDONED`, so too, for no fault of its own;
                 ``left``, the client has hung up; ``broken``, in the midst of the answer, by either:
                 it counts as left, and for the breaker as a failure, since hung-up clients break
                 answers of all servers.
@@ -233,8 +289,8 @@ class Gate:
     def send(self, ticket: Ticket, expert: int) -> None:
         """A ticket goes to an expert; called with the lock."""
         self.routed[expert] += 1
-        ticket.expert, ticket.tokens, ticket.heard_s = expert, 0, self.router.clock()
-        ticket.number = self.breakers.send(expert, ticket.heard_s)
+        ticket.expert, ticket.tokens, ticket.sent_s = expert, 0, self.router.clock()
+        ticket.heard_s, ticket.number = ticket.sent_s, self.breakers.send(expert, ticket.sent_s)
 
     def _mistaken(self, error: BaseException) -> None:
         self.counters["prediction_errors"] += 1
@@ -252,7 +308,7 @@ class Gate:
                 self._mistaken(error)
         if "prompt_tokens" not in fields:
             fields["prompt_tokens"] = prompt_tokens(body)
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        most = next((body[key] for key in LONGEST if body.get(key)), None)
         if "output_tokens" not in fields and isinstance(most, int) and most > 0:
             mean, most = self.router.system.mean_output_tokens, min(most, MAX_TOKENS)
             fields["output_tokens"] = (
@@ -273,20 +329,20 @@ class Gate:
             if now - self.open[name].heard_s <= LEASE_S:
                 self.open.move_to_end(name)
                 continue
-            ticket = self.open.pop(name)
-            begun = ticket.tokens > 0
-            self.breakers.ended(ticket.expert, ticket.number, "left", now, begun=begun)
+            self.counters["left"] -= 1  # it counts as given up
             self.counters["given_up"] += 1
+            self.tell(self.open.pop(name), "left")
             self.router.failed(name)
 
     def tell(self, ticket: Ticket, how: str) -> None:
         """Count how a ticket has ended at its expert; called with the lock."""
         now, begun, one = self.router.clock(), ticket.tokens > 0, (ticket.expert, ticket.number)
         self.counters["server_failures"] += how == "failed"
-        self.counters["left"] += how in ("refused", "left", "broken")
+        self.counters["left"] += how in (*PARDONED, "left", "broken")
         if how == "finished" and not begun:
             self.breakers.begun(*one, now - ticket.heard_s)
-        self.breakers.ended(*one, how, now, begun=begun)
+        sent_s, tokens = ticket.sent_s, ticket.tokens
+        self.breakers.ended(*one, how, now, begun=begun, sent_s=sent_s, tokens=tokens)
 
     def status(self) -> dict[str, Any]:
         """What has happened, for a page of the gateway: counters, experts and decision times."""
@@ -319,13 +375,14 @@ class Gate:
 class Answer:
     """Reads an answer that comes in pieces, and tells its ticket of tokens and of the end.
 
-    The answer to a completion has failed if it is neither JSON nor a stream of events, has an error
-    in it, or ends before it says so. An answer without a token is empty if it says why it ends.
+    An error in it counts as its status would. The answer to a completion has also failed if it is
+    neither JSON nor a stream of events, or ends before it says so. An answer without a token is
+    empty if it says why it ends.
 
     A body that is ``encoded`` is compressed, so that it cannot be read.
 
     Attributes:
-        done: Whether a stream's last event has come.
+        done: Whether a stream's last event, or an error, has come.
     """
 
     def __init__(self, ticket: Ticket, content_type: str, *, encoded: bool = False) -> None:
@@ -334,6 +391,7 @@ class Answer:
         self.done = False
         self._ticket, self._encoded = ticket, encoded
         self._wrong = not (self._streamed or kind == "application/json")
+        self._status = 0  # of an error in it
         self._has_token = self._has_reason = False  # a token; why the answer ends
         self._events = EventStream()
         self._rest, self._long = bytearray(), False
@@ -355,16 +413,18 @@ class Answer:
     def _event(self, data: bytes) -> None:
         try:
             event = read_json(data)
-            self._wrong |= bool(error_of(event))
+            self._status = self._status or error_status(event, self._ticket.completion)
+            self.done |= self._status > 0
             count = (event.get("usage") or {}).get("completion_tokens")
             has_token = brings_token(event)
             self._has_reason |= any(one.get("finish_reason") for one in event.get("choices") or ())
         except (ValueError, TypeError, AttributeError, OverflowError):
             return  # no event of OpenAI's protocol, so no token
-        if isinstance(count, int):
-            self._ticket.token(count)
-        elif has_token and self._streamed:
-            self._ticket.token()
+        seen = self._ticket.tokens + (has_token and self._streamed)
+        if isinstance(count, int):  # a count below what was seen, as of 0, is none
+            self._ticket.token(max(count, seen))
+        elif seen > self._ticket.tokens:
+            self._ticket.token(seen)
         self._has_token |= has_token or (isinstance(count, int) and count > 0)
 
     def end(self) -> None:
@@ -376,4 +436,6 @@ class Answer:
         good = read or self._has_reason or (self._has_token and (whole or self.done))
         failed = self._ticket.completion and (self._wrong or not good)
         empty = self._ticket.completion and not (read or self._has_token)
+        if self._status:
+            self._ticket.refused(self._status)
         self._ticket.end("failed" if failed else "empty" if empty else "finished")

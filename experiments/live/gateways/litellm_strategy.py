@@ -29,7 +29,7 @@ try:
     from litellm.types.router import CustomRoutingStrategyBase
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "litellm is not installed; pip install 'litellm[proxy]<1.109'", name="litellm"
+        "litellm is not installed; pip install 'litellm[proxy]<1.110'", name="litellm"
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
@@ -37,6 +37,10 @@ from servegym.hardware_profiles.measure.openai_protocol import brings_token
 
 ATTEMPTS = ("_acompletion", "_atext_completion")
 """Methods of ``litellm.Router`` that make one attempt: choose a deployment and call it."""
+if not all(hasattr(litellm.Router, name) for name in ATTEMPTS):
+    raise ImportError(
+        f"litellm has no Router.{ATTEMPTS[0]}; pip install 'litellm[proxy]<1.110'", name="litellm"
+    )
 STATUS_PATH = "/servegym"
 _TRIED = "servegym_tried"
 _attempt: contextvars.ContextVar[list[Ticket] | None] = contextvars.ContextVar(
@@ -76,11 +80,6 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             raise ValueError(
                 f"model {self.model!r} has the deployments {there}; the fleet has "
                 f"{len(self.gate.names)} experts, {', '.join(ids)}"
-            )
-        missing = [name for name in ATTEMPTS if not hasattr(router, name)]
-        if missing:
-            raise ValueError(
-                f"this version of litellm has no Router.{missing[0]}; pip install 'litellm<1.109'"
             )
         self._ids, self._router = list(ids), router
         for name in ATTEMPTS:

@@ -2,9 +2,10 @@
 
     python -m servegym.experiments.studies.routing.bad_servers
 
-Four like servers get 40 requests/s of good clients, and those of one bad client. After 3 s one
-server turns bad. Each pair of the two is played with each policy for 20 s; the table
-``bad_servers`` has what is measured from 2 s after the turn on.
+Four like servers get 40 requests/s of good clients, and those of one bad client. One
+server is bad from 3 to 20 s. Each pair of the two is played with each policy for 36 s; the table
+``bad_servers`` has what is measured from 2 s after the turn on, and how long after its end the
+server's breaker closed for good.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODULE = "servegym.experiments.studies.routing.bad_servers"
 OUT = Path("experiments", "results", "real", "bad_servers")
 POLICIES = ("least_outstanding", "fleet_search")
 N, BAD, RATE = 4, 0, 40.0
-TURN_S, RETURN_S, END_S, PATIENT_S = 3.0, 14.0, 20.0, 3.0
+TURN_S, HEALED_S, END_S, PATIENT_S = 3.0, 20.0, 36.0, 3.0
 SETTLED_S = TURN_S + 2.0
 FLEET = {
     "profiles": ["h100-llama-3.1-8b"] * N,
@@ -42,7 +43,8 @@ FLEET = {
 BODY = {"messages": [{"role": "user", "content": "word " * 400}], "max_tokens": 200}
 
 Event = tuple[float, str]
-"""Seconds after a request was sent, and what happens: ``token``, a status, or how it ends."""
+"""Seconds after a request was sent, and what happens: ``token`` and how many, a status, or how it
+ends."""
 Answer = Callable[[bool, int, float], list[Event] | None]
 
 
@@ -50,25 +52,52 @@ def _always(*events: Event) -> Answer:
     return lambda refused, sent, idle_s: list(events)
 
 
+def _begun(after_s: float, how: str) -> Answer:
+    return _always((0.03, "token"), (after_s, how))
+
+
+def _flaps(*events: Event) -> Answer:
+    return lambda refused, sent, idle_s: list(events) if idle_s < 0.5 else None
+
+
+def _each(n: int, after_s: float, how: str) -> Answer:
+    return lambda refused, sent, idle_s: None if sent % n else [(after_s, how)]
+
+
+PARTIAL: dict[str, Answer] = {
+    "fails one in two": _each(2, 0.005, "500"),
+    "500 to a fifth": _each(5, 0.005, "500"),
+    "401 to half": _each(2, 0.001, "401"),
+    "one token": _always((0.02, "token"), (0.021, "finished")),
+}
 SERVERS: dict[str, Answer] = {
     "always 500": _always((0.005, "500")),
+    "always 503": _always((0.005, "503")),
+    "503, later": _always((0.005, "busy")),
     "always 401": _always((0.001, "401")),
     "always 404": _always((0.001, "404")),
     "429 forever": _always((0.002, "429")),
     "never answers": _always(),
     "resets": _always((0.005, "broken")),
     "slow 504": _always((2.5, "504")),
-    "fails one in two": lambda refused, sent, idle_s: [(0.005, "500")] if sent % 2 else None,
     "empty answers": _always((0.005, "empty")),
-    "dies and returns": _always((0.001, "failed")),
+    "garbage": _always((0.001, "failed")),
+    "leaves after 1 s": _always((1.0, "broken")),
     "wrong model 404": lambda refused, sent, idle_s: None if refused else [(0.03, "404")],
-    "flapper": lambda refused, sent, idle_s: [(0.005, "500")] if idle_s < 0.5 else None,
+    "flapper": _flaps((0.005, "500")),
+    "token, 429": _begun(0.05, "429"),
+    "token, 503": _begun(0.05, "503"),
+    "token, garbage": _begun(0.05, "failed"),
+    "token, leaves after 1 s": _begun(1.0, "broken"),
+    "token, flapper": _flaps((0.03, "token"), (0.05, "failed")),
+    **PARTIAL,
 }
 """A bad server -> what becomes of a request, by whether all refuse it, the requests that it got and
 the seconds since the last one; None: what any server does. A flapper is well after a pause."""
+GOALS = {"share_to_bad": 0.05, "back_s": 6.0}
 CLIENTS: dict[str, tuple[float, Callable[[int], list[Event]]]] = {
     "none": (0.0, lambda k: []),
-    "404, 10/s": (10.0, lambda k: [(0.003, "404")]),
+    "first tokens, 20/s": (20.0, lambda k: [(0.15, "token"), (0.16, "broken")]),
     "404, 40/s": (40.0, lambda k: [(0.003, "404")]),
     "401, 20/s": (20.0, lambda k: [(0.001, "401")]),
     "hang-ups, 20/s": (
@@ -94,8 +123,8 @@ def _arrivals(client: str, rng: np.random.Generator) -> Iterator[tuple[float, bo
 
 
 def _tell(ticket: Ticket, what: str) -> None:
-    if what == "token":
-        ticket.token()
+    if what.startswith("token"):
+        ticket.token(int(what[5:] or 1))
     elif what.isdecimal():
         ticket.refused(int(what))
     else:
@@ -110,7 +139,7 @@ def play(server: str, client: str, policy: str, *, seed: int = 0) -> dict[str, A
     for when, bad, k in _arrivals(client, rng):
         heapq.heappush(heap, (when, len(heap), None, (bad, k)))
     number, last = len(heap), -np.inf
-    ends_s = RETURN_S if server == "dies and returns" else END_S
+    back_s = 0.0
     refused, latencies, closed, silent = 0, [], [], []
     sent: list[tuple[float, int]] = []
     while heap:
@@ -123,8 +152,9 @@ def play(server: str, client: str, policy: str, *, seed: int = 0) -> dict[str, A
             continue
         bad, k = about
         ticket = gate.enter(BODY)
-        settled = SETTLED_S <= now[0]
-        if settled:
+        if now[0] >= HEALED_S and gate.breakers.opened[BAD]:
+            back_s = now[0] - HEALED_S
+        if SETTLED_S <= now[0]:
             sent.append((now[0], ticket.expert))
             closed.append(gate.breakers.opened[np.arange(N) != BAD].mean())
             silent.append(not gate.breakers.answering(now[0]))
@@ -133,7 +163,7 @@ def play(server: str, client: str, policy: str, *, seed: int = 0) -> dict[str, A
             continue
         events = None
         if ticket.expert == BAD:
-            if server != "none" and TURN_S <= now[0] < ends_s:
+            if server != "none" and TURN_S <= now[0] < HEALED_S:
                 everywhere = bad and CLIENTS[client][1](k)[0][1].isdecimal()
                 events = SERVERS[server](everywhere, int(gate.routed[BAD]), now[0] - last)
             last = now[0]
@@ -143,20 +173,20 @@ def play(server: str, client: str, policy: str, *, seed: int = 0) -> dict[str, A
             load = float(gate.router.load()[ticket.expert])
             first, more = rng.uniform(0.8, 1.2, 2)
             first *= 0.1 + 0.005 * load
-            events = [(first, "token"), (first + more * (0.5 + 0.01 * load), "finished")]
+            last_s = first + more * (0.5 + 0.01 * load)
+            events = [(first, "token"), (last_s, "token 200"), (last_s, "finished")]
         if not events:
             events = [(0.06 if client.startswith("timeouts") and bad else PATIENT_S, "left")]
         for after, what in events:
             number += 1
             heapq.heappush(heap, (now[0] + after, number, ticket, (what, bad, now[0])))
-    to_bad = [expert == BAD for when, expert in sent if when < ends_s]
-    back = [expert == BAD for when, expert in sent if when >= ends_s + 2.0]
+    to_bad = [expert == BAD for when, expert in sent if when < HEALED_S]
     return {
         "server": server,
         "client": client,
         "policy": policy,
         "share_to_bad": round(float(np.mean(to_bad)), 4),
-        "share_after_return": round(float(np.mean(back)), 4) if back else "",
+        "back_s": round(back_s, 2),
         "refused": refused,
         "p99_s": round(float(np.quantile(latencies, 0.99)), 4),
         "good_closed": round(float(np.mean(closed)), 4),
@@ -179,13 +209,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append({**row, "p99_ratio": round(row["p99_s"] / alone, 3)})
                 print(*rows[-1].values(), sep="  ", flush=True)
     judged = [row for row in rows if row["server"] != "none"]
-    notes = []
-    for key in ("share_to_bad", "refused", "p99_ratio", "good_closed", "not_serving"):
+    texts = []
+    for key in ("share_to_bad", "back_s", "refused", "p99_ratio", "good_closed", "not_serving"):
         worst = max(rows if key == "good_closed" else judged, key=lambda row: row[key])
-        text = (
-            f"largest {key}: {worst[key]} ({worst['server']}; {worst['client']}; {worst['policy']})"
-        )
-        notes.append(note(text))
+        about = "; ".join(worst[name] for name in ("server", "client", "policy"))
+        texts.append(f"largest {key}: {worst[key]} ({about})")
+    for key, goal in GOALS.items():
+        high = [row for row in judged if row[key] > goal]
+        texts.append(f"{key} above {goal}: {len(high)} of {len(judged)}")
+    notes = [note(text) for text in texts]
     for one in notes:
         print(one["text"])
     write_result(options.out, rows, provenance("python -m " + MODULE), notes)

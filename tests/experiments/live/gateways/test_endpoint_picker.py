@@ -278,6 +278,10 @@ def test_health_and_addresses():
             gate.enter({}, allowed=[k % 6 == one for one in range(6)]).end("failed")
         assert await check(b"") == b"\x08\x02"
         assert await check(b"\x0a\x08liveness") == b"\x08\x01"
+        other, port = await start(EndpointPicker(gate, ENDPOINTS), "127.0.0.1", 0)
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 cannot be used"):
+            await start(EndpointPicker(gate, ENDPOINTS), "127.0.0.1", port)
+        await other.stop(None)
         for wrong in (ENDPOINTS[:2], ENDPOINTS[:1] * 6):
             with pytest.raises(ValueError, match="6 experts"):
                 EndpointPicker(gate, wrong)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import time
 import tracemalloc
+import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +18,16 @@ from servegym.experiments.live.fleet_file import Endpoint, write_endpoints
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways import command
 from servegym.experiments.live.gateways import gate as gate_module
-from servegym.experiments.live.gateways.gate import Answer, Gate, from_metadata, prompt_tokens
+from servegym.experiments.live.gateways.gate import (
+    Answer,
+    Gate,
+    fleet_arguments,
+    from_metadata,
+    prompt_tokens,
+)
 
 TOKEN = b'{"choices": [{"delta": {"content": "w"}}]}'
+CALL = {"type": "function", "function": {"name": "four", "arguments": "eight by"}}
 CHAT = {"messages": [{"role": "user", "content": "twelve bytes"}]}
 
 
@@ -38,10 +49,28 @@ def test_prompt_tokens_of_a_body():
         ({"prompt": [[5, 6, 7], [8]]}, 4),
         ({"prompt": ["eight by", "four"]}, 3),
         ({"prompt": "ß" * 40}, 20),
+        ({"input": "eight by"}, 2),
+        ({"input": [5, 6, 7]}, 3),
+        ({"input": [{"content": [{"type": "input_text", "text": "eight by"}]}]}, 2),
+        ({"input": [{"type": "function_call_output", "output": "eight by"}]}, 2),
+        ({"instructions": "eight by", "input": "four"}, 3),
+        ({**CHAT, "system": [{"type": "text", "text": "eight by"}]}, 5),
+        ({"messages": [{"content": None, "tool_calls": [CALL]}]}, 3),
+        ({"messages": [{"content": [{"type": "tool_result", "content": "eight by"}]}]}, 2),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x" * 99}}]}]}, 1),
         ({"messages": [{"content": None}]}, 1),
         ({}, 1),
     ):
         assert prompt_tokens(body) == tokens
+
+
+def test_tools_are_part_of_a_prompt():
+    text = "river stone market winter " * 83
+    schema = {"type": "object", "properties": {"q": {"type": "string"}}}
+    function = {"name": "f", "description": text, "parameters": schema}
+    body = {**CHAT, "tools": [{"type": "function", "function": function}]}
+    assert prompt_tokens(body) == pytest.approx(len(text) / 4, rel=0.2)
+    assert prompt_tokens({**CHAT, "functions": [function]}) > len(text) / 4
 
 
 def only(k):
@@ -66,7 +95,7 @@ def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
     now = [0.0]
     gate = gate_with(now=now)
     end_all(gate, "failed", 3)
-    for waits in (1.0, 2.0, 4.0, 8.0, 8.0):
+    for waits in (1.0, 2.0, 4.0, 4.0, 4.0):
         probe = gate.enter(CHAT)
         assert probe.expert == 0
         assert waits == 1.0 or chosen(gate) == 1  # one at a time
@@ -82,7 +111,7 @@ def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
     assert gate.enter(CHAT).expert == 1
     now[0] += 1.1
     assert gate.enter(CHAT).expert == 0
-    assert gate.status()["experts"][0]["failed"] == 11
+    assert gate.status()["experts"][0]["failed"] == 10
 
 
 @pytest.mark.parametrize("how", [401, 429, "empty", "left", "broken", "token"])
@@ -156,7 +185,7 @@ def test_a_server_that_answers_nobody_is_found_beside_such_a_client(how, share):
         end = 404 if wrong and how is None else how if wrong else "finished"
         ticket.refused(end) if isinstance(end, int) else ticket.end(end)
     assert sent[:8] == [0] * 8
-    assert sent[120:].count(0) <= 2 and not gate.breakers.opened[1:].any()
+    assert sent[120:].count(0) <= 6 and not gate.breakers.opened[1:].any()
 
 
 def test_a_server_may_be_slower_than_the_others_but_not_silent():
@@ -232,6 +261,83 @@ def test_a_server_that_fails_everything_is_left_and_comes_back_when_it_answers(h
     assert share(17.0, 30.0) < 0.05
     assert share(40.0, 50.0) == pytest.approx(1 / 6, abs=0.07)
     assert sum(down) >= 3  # it was tried again
+
+
+def played(bad, client=None, until=(5.0, 25.0), seconds=40.0):
+    """The server of each request by its time, and when the breakers of the others are open.
+
+    Six servers at 40 requests/s, of which every third is of a client with its own end. The first
+    ends with ``bad(k)`` in the time ``until``, None is a good answer of 200 tokens after 200 ms.
+    """
+    now, sent, wrong, pending = [0.0], [], 0, []
+    gate = gate_with("least_outstanding", now)
+    random = np.random.default_rng(0)
+
+    def tell(ticket, how):
+        if how is None or how in ("short", "begun"):
+            ticket.token(1 if how else 200)
+        how = "broken" if how == "begun" else "finished" if how in (None, "short") else how
+        ticket.refused(how) if isinstance(how, int) else ticket.end(how)
+
+    for k in range(round(40 * seconds)):
+        now[0] = k / 40
+        while pending and pending[0][0] <= now[0]:
+            tell(pending.pop(0)[1], None)
+        ticket = gate.enter(CHAT, allowed=random.permutation(6) < 3)
+        sent.append((now[0], ticket.expert))
+        wrong += gate.breakers.opened[1:].any()
+        is_bad = ticket.expert == 0 and until[0] <= now[0] < until[1]
+        end = bad(int(gate.routed[0])) if is_bad else None
+        end = client if end is None and client is not None and random.uniform() < 1 / 3 else end
+        if end is None:
+            pending.append((now[0] + 0.2, ticket))
+        else:
+            tell(ticket, end)
+    return sent, wrong / len(sent)
+
+
+BAD = {
+    "one token": lambda k: "short",
+    "401 to half": lambda k: (401, None)[k % 2],
+    "500 to a fifth": lambda k: None if k % 5 else 500,
+    "429": lambda k: 429,
+    "503": lambda k: 503,
+    "breaks after a token": lambda k: "begun",
+}
+
+
+MOST = {"401 to half": 0.1, "500 to a fifth": 0.12}
+
+
+@pytest.mark.parametrize("client", [None, 404, "begun"])
+@pytest.mark.parametrize("kind", BAD)
+def test_a_server_that_does_worse_gets_few_requests_and_is_back_in_six_seconds(kind, client):
+    sent, wrong = played(BAD[kind], client)
+    share = np.mean([expert == 0 for when, expert in sent if 7.0 <= when < 25.0])
+    assert share < MOST.get(kind, 0.05)
+    back = np.mean([expert == 0 for when, expert in sent if when >= 31.0])
+    assert back == pytest.approx(1 / 6, abs=0.07)
+    assert wrong < 0.01
+
+
+def test_a_client_whose_errors_stand_in_good_answers_opens_nothing():
+    """Ten requests a second, of which every second is refused in an answer of status 200."""
+    now, pending, opened = [0.0], [], 0
+    gate = gate_with("fleet_search", now)
+    for k in range(600):
+        now[0] = k / 10
+        for ticket in pending:
+            ticket.token(200)
+            ticket.end("finished")
+        ticket = gate.enter(CHAT)
+        assert ticket.expert >= 0
+        opened += gate.breakers.opened.any()
+        pending = [] if k % 2 else [ticket]
+        if k % 2:
+            answer = Answer(ticket, "text/event-stream")
+            answer.feed(b'data: {"error": {"message": "long", "code": 400}}\n\ndata: [DONE]\n\n')
+            answer.end()
+    assert opened == 0 and gate.status()["server_failures"] == 0
 
 
 def test_a_client_that_leaves_is_no_failure_and_the_last_expert_is_tried_though_it_failed():
@@ -329,6 +435,112 @@ def test_an_answer_of_one_long_line_is_read_once_and_not_kept():
     assert (ticket.tokens, answer.done) == (1, True)
     answer.end()
     assert gate.router.counters.finished == 1
+
+
+def answered(data, **more):
+    """What becomes of 24 requests that get this stream, one after the other."""
+    gate = gate_with(**more)
+    for _ in range(24):
+        answer = Answer(gate.enter(CHAT, allowed=only(0)), "text/event-stream")
+        answer.feed(data)
+        answer.end()
+    return gate
+
+
+EVENT = 'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("event", "client"),
+    [
+        ('{"error": {"message": "long", "type": "BadRequestError", "code": 400}}', True),
+        ('{"error": {"message": "long", "code": "429"}}', True),
+        ('{"error": {"message": "long"}, "status": 413}', True),
+        ('{"object": "error", "message": "long", "code": 404}', True),
+        ('{"error": {"message": "long", "code": "context_length_exceeded"}}', True),
+        ('{"error": {"type": "invalid_request_error", "code": null}}', True),
+        ('{"detail": "Not authenticated", "status": 401}', True),
+        ('{"error": {"message": "no", "code": 503}}', False),
+        ('{"error": {"message": "no", "code": "server_error"}}', False),
+        ('{"error": "no"}', False),
+        ('{"detail": "Internal Server Error"}', False),
+        ('{"message": "Internal Server Error"}', False),
+        ('{"choices": [{"delta": {}, "finish_reason": "error"}]}', False),
+    ],
+)
+@pytest.mark.parametrize("begun", ["", 3 * EVENT])
+def test_an_error_in_an_answer_is_whose_its_code_says(event, client, begun):
+    gate = answered(f"{begun}data: {event}\n\ndata: [DONE]\n\n".encode())
+    status = gate.status()
+    assert status["server_failures"] == (0 if client else 24)
+    assert status["left"] == (24 if client else 0)
+    assert gate.router.counters.failed == 24
+    assert gate.breakers.answering(gate.router.clock()) and gate.breakers.opened[0] != client
+
+
+@pytest.mark.parametrize(
+    ("event", "client"),
+    [
+        ('event: error\ndata: {"type": "error", "error": {"type": "overloaded_error"}}', False),
+        ('event: error\ndata: {"error": {"type": "invalid_request_error"}}', True),
+        ('data: {"type": "error", "error": {"type": "api_error"}}', False),
+        ('data: {"type": "error", "code": "rate_limit_exceeded", "message": "later"}', True),
+        ('data: {"type": "response.failed", "response": {"error": {"code": "x"}}}', False),
+        ('data: {"type": "message_start", "message": {"usage": {"output_tokens": 0}}}', None),
+        ('data: {"type": "response.created", "response": {"error": null}}', None),
+    ],
+)
+def test_errors_in_streams_of_other_protocols(event, client):
+    gate = gate_with()
+    for _ in range(24):
+        ticket = gate.enter(CHAT, completion=False)
+        answer = Answer(ticket, "text/event-stream")
+        answer.feed(event.encode() + b"\n\n")
+        assert answer.done == (client is not None)
+        answer.end()
+    assert gate.status()["server_failures"] == (24 if client is False else 0)
+    assert gate.router.counters.failed == (0 if client is None else 24)
+
+
+def test_a_count_of_tokens_below_what_was_seen_lowers_nothing():
+    usage = ', "usage": {"completion_tokens": %d}}\n\n'
+    gate, seen = gate_with(), []
+    ticket = gate.enter(CHAT)
+    answer = Answer(ticket, "text/event-stream")
+    for count in (0, 0, 0, 7, 0):
+        answer.feed((EVENT.rstrip()[:-1] + usage % count).encode())
+        seen.append(ticket.tokens)
+    answer.feed(b'data: {"choices": []' + (usage % 3).encode())
+    assert seen == [1, 2, 3, 7, 8] and ticket.tokens == 8
+
+
+@pytest.mark.filterwarnings("ignore:profile")
+def test_a_server_may_run_many_requests_at_a_time(tmp_path):
+    one = Endpoint("a", "vllm", "http://127.0.0.1:1/v1", 0, 512, 512, profile="h100-llama-3.1-8b")
+    made = fleet_arguments([one, replace(one, slots=8)])
+    gate = Gate(GatewayRouter(made, "least_outstanding", budget_s=None))
+    assert all(gate.enter(CHAT).expert >= 0 for _ in range(1024))
+    most = fleet_arguments([replace(one, slots=1024)])
+    assert most["running_capacity"] == 1024
+    with pytest.raises(ValueError, match="'a' has slots=4096; allowed: 1024"):
+        fleet_arguments([replace(one, slots=4096)])
+    path = tmp_path / "endpoints.json"
+    write_endpoints(path, [one, replace(one, name="b", url="http://127.0.0.1:2/v1")])
+    assert command.main(["litellm", str(path), "--folder", str(tmp_path / "proxy")]) == 0
+
+
+def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
+    module = "servegym.experiments.live.gateways.litellm_strategy"
+    names = ("litellm", "litellm.integrations", "litellm.integrations.custom_logger")
+    for name in (*names, "litellm.types", "litellm.types.router"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules[names[0]], "Router", object, raising=False)
+    monkeypatch.setattr(sys.modules[names[2]], "CustomLogger", object, raising=False)
+    router = sys.modules["litellm.types.router"]
+    monkeypatch.setattr(router, "CustomRoutingStrategyBase", object, raising=False)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ImportError, match=r"no Router._acompletion; .*litellm\[proxy\]<1.110"):
+        importlib.import_module(module)
 
 
 def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
