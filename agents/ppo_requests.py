@@ -11,7 +11,6 @@ Network and losses are those of `ppo`. The weights that are evaluated and saved 
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -29,7 +28,8 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import Share, run_agent
 from servegym.agents.lib.evaluation import Validation
 from servegym.agents.lib.run_log import RunLog, evaluation_due, saves_when_interrupted
-from servegym.envs.families import family_of, find_family
+from servegym.envs._outcomes import OutcomeReader
+from servegym.envs.families import find_family
 
 
 @dataclass
@@ -43,12 +43,6 @@ class Args(ppo.Args):
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
     return ppo.env_kwargs(args, cut=False) | {"episode_requests": args.num_steps}
-
-
-def outcome_reader(args: Args, envs: Any) -> Any:
-    """What tells which requests have ended, of the family's module ``outcomes``."""
-    module = f"servegym.envs.{family_of(args.env_id).name}.outcomes"
-    return importlib.import_module(module).OutcomeReader(envs)
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
@@ -123,7 +117,7 @@ def train(args: Args) -> Path:
                 log.add_rewards(reward, terminated | truncated)
 
         # Pay each decision for its own request.
-        ended = outcome_reader(args, envs).read()
+        ended = OutcomeReader(envs).read()
         rewards[ended["decision"], ended["row"]] = torch.as_tensor(ended["reward"]).float()
         following = torch.cat([values[1:], zeros[:1]])
         advantages = ppo.estimate_advantages(rewards, values, following, zeros, args)
