@@ -87,6 +87,12 @@ def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     return linear
 
 
+def mlp(inputs: int, width: int, outputs: int, std: float) -> nn.Sequential:
+    """The usual two hidden layers; ``std`` is that of the last weights."""
+    first, second, last = layer(inputs, width), layer(width, width), layer(width, outputs, std)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
+
+
 class Moments(nn.Module):
     """Running mean and variance of the last axis, by which inputs are scaled."""
 
@@ -99,10 +105,12 @@ class Moments(nn.Module):
     def update(self, x: Tensor) -> None:
         """Take in observations (..., columns) (Chan et al., 1979)."""
         x = x.reshape(-1, x.shape[-1])
-        new, total = x.mean(0) - self.mean, self.count + len(x)
+        total = self.count + len(x)
+        new = x.mean(0) - self.mean
         squares = self.var * self.count + x.var(0, correction=0) * len(x)
         self.var = (squares + new.square() * self.count * len(x) / total) / total
-        self.mean, self.count = self.mean + new * len(x) / total, total
+        self.mean = self.mean + new * len(x) / total
+        self.count = total
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs of mean 0 and variance 1, at most 10 from 0."""
@@ -121,13 +129,8 @@ class Agent(nn.Module):
         self.shape, self.actions, self.width, self.first = shape, actions, width, first
         self.moments = Moments(shape[-1])
         if len(shape) == 1:
-            self.actor, self.critic = (
-                nn.Sequential(
-                    *(layer(shape[0], width), nn.Tanh(), layer(width, width), nn.Tanh()),
-                    layer(width, outputs, std),
-                )
-                for outputs, std in ((actions, 0.01), (1, 1.0))
-            )
+            self.actor = mlp(shape[0], width, actions, 0.01)
+            self.critic = mlp(shape[0], width, 1, 1.0)
         else:
             inner, outer = layer(shape[1], width), layer(width, width)
             self.rows = nn.Sequential(inner, nn.ReLU(), outer, nn.ReLU())
@@ -154,7 +157,7 @@ class Agent(nn.Module):
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
 
     def observe(self, obs: Any, info: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Observations scaled by moments that have them, too, and their masks."""
+        """Take in observations; returns them scaled, and their masks."""
         x = torch.as_tensor(obs).float()
         self.moments.update(x)
         mask = environments.action_masks(info, len(x), self.actions)

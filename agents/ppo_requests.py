@@ -11,7 +11,6 @@ Network and losses are those of `ppo`. The weights that are evaluated and saved 
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -29,7 +28,8 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import Share, run_agent
 from servegym.agents.lib.evaluation import Validation
 from servegym.agents.lib.run_log import RunLog, evaluation_due, saves_when_interrupted
-from servegym.envs.families import family_of, find_family
+from servegym.envs._outcomes import OutcomeReader
+from servegym.envs.families import find_family
 
 
 @dataclass
@@ -43,12 +43,6 @@ class Args(ppo.Args):
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
     return ppo.env_kwargs(args, cut=False) | {"episode_requests": args.num_steps}
-
-
-def outcome_reader(args: Args, envs: Any) -> Any:
-    """What tells which requests have ended, of the family's module ``outcomes``."""
-    module = f"servegym.envs.{family_of(args.env_id).name}.outcomes"
-    return importlib.import_module(module).OutcomeReader(envs)
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
@@ -74,11 +68,11 @@ def train(args: Args) -> Path:
     settings = ppo.network_settings(envs, args)
     agent = ppo.Agent(**settings)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    averaged = copy.deepcopy(agent)
+    averaged = copy.deepcopy(agent) if args.average else agent
 
     def average(*_: Any) -> None:
         for mean, new in zip(averaged.parameters(), agent.parameters(), strict=True):
-            mean.data.lerp_(new.data, args.average or 1.0)
+            mean.data.lerp_(new.data, args.average)
 
     optimizer.register_step_post_hook(average)
     log = RunLog(args, "ppo_requests", args.env_id, env_kwargs(args))
@@ -88,7 +82,8 @@ def train(args: Args) -> Path:
     validation = Validation(args.env_id, args.eval_episodes, ppo.env_kwargs(args, cut=False))
 
     x, mask = agent.observe(*envs.reset(seed=environments.episode_seeds(args.seed, n)))
-    parts = {"agent": agent, "averaged": averaged, "optimizer": optimizer, "envs": envs}
+    parts = {"agent": agent, "optimizer": optimizer, "envs": envs}
+    parts |= {"averaged": averaged} if args.average else {}
     update, best, metrics = log.restore(parts, (0, -np.inf, {}))
 
     obs_buf = torch.zeros((steps, *x.shape))
@@ -97,7 +92,6 @@ def train(args: Args) -> Path:
     logp_buf, rewards, values, zeros = (torch.zeros((steps, n)) for _ in range(4))
     while True:
         step = update * steps * n
-        averaged.moments.load_state_dict(agent.moments.state_dict())
         log.snapshot(step, parts, (update, best, metrics))
         # Evaluate: the random weights first, the last policy at the end.
         if evaluation_due(args.eval_every, step - steps * n, step) or update == updates:
@@ -123,7 +117,7 @@ def train(args: Args) -> Path:
                 log.add_rewards(reward, terminated | truncated)
 
         # Pay each decision for its own request.
-        ended = outcome_reader(args, envs).read()
+        ended = OutcomeReader(envs).read()
         rewards[ended["decision"], ended["row"]] = torch.as_tensor(ended["reward"]).float()
         following = torch.cat([values[1:], zeros[:1]])
         advantages = ppo.estimate_advantages(rewards, values, following, zeros, args)
@@ -132,6 +126,7 @@ def train(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - update / updates)
         buffers = (obs_buf, mask_buf, action_buf, logp_buf, advantages, advantages + values)
         metrics = ppo.learn(agent, optimizer, buffers, args)
+        averaged.moments.load_state_dict(agent.moments.state_dict())
         update += 1
         metrics["charts/SPS"] = log.advance(update * steps * n)
     envs.close()

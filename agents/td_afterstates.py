@@ -37,7 +37,7 @@ from servegym.agents.lib import checkpoint, environments, run_log
 from servegym.agents.lib.arguments import Positive, RunArgs, Share, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.envs.llm_routing.outcomes import OutcomeReader
+from servegym.envs._outcomes import OutcomeReader
 
 ENV_ID, NAME = "servegym/LLMRouting-v1", "td_afterstates"
 ENV = {"rate": (4.0, 11.0), "reward": "completed_qos", "episode_requests": 400}

@@ -34,7 +34,7 @@ Threads = Annotated[int, Bounds(1, 1024)]
 below that, to 10^12. A plain ``float`` is any finite number."""
 
 
-def at_least(name: str, value: int, least: int, most: float = math.inf) -> None:
+def at_least(name: str, value: int, least: float, most: float = math.inf) -> None:
     """Refuse a flag that is no whole number, or out of bounds.
 
     Raises:
@@ -79,13 +79,14 @@ class RunArgs:
             raise ValueError(f"run_name: got {self.run_name!r}; it must name one folder in out_dir")
         hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
-            name, value, hint = field.name, getattr(self, field.name), hints[field.name]
+            name, default, hint = field.name, field.default, hints[field.name]
+            value: Any = getattr(self, name)
             several = get_origin(hint) is tuple
             hint = get_args(hint)[0] if several else hint
             kind, *declared = get_args(hint) or (hint,)
             bounds = next((one for one in declared if isinstance(one, Bounds)), None)
             if kind is int:
-                low, high, _ = bounds or Bounds(min(1, int(field.default)), 10**12)
+                low, high, _ = bounds or Bounds(min(1, default), 10**12)  # pyright: ignore
                 at_least(name, value, low, high)
             elif kind is float:
                 if several and not value:

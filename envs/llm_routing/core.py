@@ -16,6 +16,7 @@ from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem
 from servegym.envs.llm_routing.fleets import FLEET_FEATURES, MAX_LATENCY_REQUIREMENT_S
 from servegym.envs.llm_routing.kernel import layout
+from servegym.envs.llm_routing.outcomes import outcomes_of
 from servegym.envs.llm_routing.tables import put_fleet
 from servegym.envs.workloads import make_arrivals
 from servegym.envs.workloads.arrivals import Arrivals
@@ -239,6 +240,14 @@ class RoutingBatch(Batch):
     def _observe_rows(self, which: np.ndarray) -> None:
         """Write the whole observation of the rows with ``which`` (int8 ``(B,)``) set."""
         self._observe(*self._arguments, which)
+
+    def decided(self) -> np.ndarray:
+        """Decisions (B,) of the episodes so far."""
+        return self.env["index"].copy()
+
+    def outcomes(self, row: np.ndarray, decision: np.ndarray) -> np.ndarray:
+        """See `outcomes_of`."""
+        return outcomes_of(self, row, decision)
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, L, arrival times and requests."""

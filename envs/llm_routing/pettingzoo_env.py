@@ -10,6 +10,7 @@ from pettingzoo import ParallelEnv
 
 from servegym._checks import choose, whole
 from servegym.envs._batch import need_episode
+from servegym.envs._outcomes import OutcomeReader
 from servegym.envs._parallel import BatchParallelEnv
 from servegym.envs.llm_routing.config import Problem
 from servegym.envs.llm_routing.core import RoutingBatch
@@ -20,7 +21,6 @@ from servegym.envs.llm_routing.env import (
     LLMRoutingSummaryEnv,
 )
 from servegym.envs.llm_routing.kernel import layout
-from servegym.envs.llm_routing.outcomes import OutcomeReader
 
 VIEWS: dict[str, type[LLMRoutingEnv]] = {
     "graph": LLMRoutingEnv,

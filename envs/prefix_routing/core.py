@@ -16,6 +16,7 @@ from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, 
 from servegym.envs.prefix_routing.kernel import layout, steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
+from servegym.envs.prefix_routing.outcomes import outcomes_of
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import LOG_SOURCES, put_replicas, put_requests
 
@@ -158,14 +159,24 @@ class PrefixBatch(Batch):
         self.terms = REWARD_TERMS[int(problem.settings["reward"][0])]
         which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
         arguments = self._arguments()
-        self._begin, self._observe, self._step = compile_kernels(
+        ended = problem.settings, self.systems.request[:0], np.zeros(0)
+        self._begin, self._observe, self._step, self.rewards_of = compile_kernels(
             "prefix routing engine",
             [
                 (steps.begin, (*arguments, which)),
                 (steps.observe, (*arguments, which)),
                 (steps.step, (*arguments, actions, which)),
+                (steps.rewards_of, ended),
             ],
         )
+
+    def decided(self) -> np.ndarray:
+        """Decisions (B,) of the episodes so far."""
+        return self.episodes.row["index"].copy()
+
+    def outcomes(self, row: np.ndarray, decision: np.ndarray) -> np.ndarray:
+        """See `outcomes_of`."""
+        return outcomes_of(self, row, decision)
 
     def _arguments(self) -> tuple[Any, ...]:
         return self.problem.tables, self.systems, self.gateway, self.episodes, self.buffers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  registers the ids
 from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
-from servegym.envs.families import Family, family_of
+from servegym.envs._outcomes import OutcomeReader
+from servegym.envs.families import Family
 
 DEFAULT_SEED = 100_000
 """Far from the seeds 0, 1, ... that training runs use."""
@@ -145,8 +145,7 @@ def play(
     count, reader = envs.num_envs, None
     observation, info = envs.reset(seed=[seed + i for i in range(count)])
     if policy.needs_outcomes:
-        family = family_of(envs.unwrapped.spec.id).name
-        reader = importlib.import_module(f"servegym.envs.{family}.outcomes").OutcomeReader(envs)
+        reader = OutcomeReader(envs)
     policy.reset(count, seed=seed if policy.knows_seed else episode)
     ended = np.zeros(count, dtype=bool)
     while not ended.any():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from servegym.agents import load_policy, ppo, ppo_requests
-from servegym.envs.prefix_routing.outcomes import OutcomeReader
+from servegym.envs._outcomes import OutcomeReader
 
 from .runs import lines, tiny
 

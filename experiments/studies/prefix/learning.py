@@ -38,6 +38,7 @@ from servegym.agents import load_policy
 from servegym.agents.lib.evaluation import RULES as AGENTS_RULES
 from servegym.baselines.prefix_routing import PrefixSystem, RulePolicy
 from servegym.baselines.prefix_routing.simple import WeightedLoad
+from servegym.envs._outcomes import OutcomeReader
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import over_trainings
@@ -86,13 +87,12 @@ class ShuffledOutcomes:
     """Tells the rewards of requests at decisions that did not earn them.
 
     Args:
-        outcome_reader: The agent's function that makes a reader of outcomes.
         rng: Source of the wrong decisions.
-        arguments: Of that function.
+        envs: The environments.
     """
 
-    def __init__(self, outcome_reader: Any, rng: np.random.Generator, *arguments: Any) -> None:
-        self._reader, self._rng = outcome_reader(*arguments), rng
+    def __init__(self, rng: np.random.Generator, envs: Any) -> None:
+        self._reader, self._rng = OutcomeReader(envs), rng
 
     def read(self) -> NDArray[Any]:
         """The requests that have ended, each at a decision drawn from all of the rollout."""
@@ -135,8 +135,8 @@ def training(folder: Path, name: str, control: str = "") -> list[Path]:
         arguments |= {"learning_rate": 0.0, "total_timesteps": rollout}
         return trained(folder, f"{name}_{control}", arguments)
     if control == "shuffled":
-        shuffled = partial(ShuffledOutcomes, ppo_requests.outcome_reader, np.random.default_rng(0))
-        with patch.object(ppo_requests, "outcome_reader", shuffled):
+        shuffled = partial(ShuffledOutcomes, np.random.default_rng(0))
+        with patch.object(ppo_requests, "OutcomeReader", shuffled):
             return trained(folder, f"{name}_{control}", arguments, SEEDS[:1])
     return trained(folder, name, arguments)
 

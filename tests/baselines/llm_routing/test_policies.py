@@ -12,8 +12,8 @@ from servegym.baselines.llm_routing import RoutingSystem
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.registry import list_policies, make_policy
+from servegym.envs._outcomes import OutcomeReader
 from servegym.envs.llm_routing.core import OUTCOMES
-from servegym.envs.llm_routing.outcomes import OutcomeReader
 
 from ...nested import same
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from gymnasium.utils.seeding import np_random
 
+from servegym.envs._outcomes import OutcomeReader
 from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.prefix_routing.config import DICT, build_problem
 from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
 from servegym.envs.prefix_routing.kernel import layout
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
-from servegym.envs.prefix_routing.outcomes import OutcomeReader
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv

@@ -7,8 +7,8 @@ import pytest
 from servegym.baselines.prefix_routing.policy import RulePolicy
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import Rule, least
+from servegym.envs._outcomes import OutcomeReader
 from servegym.envs.prefix_routing.core import OUTCOMES
-from servegym.envs.prefix_routing.outcomes import OutcomeReader
 from servegym.experiments.evaluation.evaluate import evaluate
 
 ARGUMENTS = {"num_replicas": 2, "episode_requests": 60, "warmup_requests": 10, "rate": 4.0}
