@@ -20,14 +20,14 @@ counts, entropy in the value, a learned temperature. Beyond the textbook, with t
 - rewards less a running fit to arrivals and requests, not less their mean: -.003/.003/.000; and the
   average of the weights that is evaluated, which is worth nothing in the last policy.
 
-Neighbour: `sac_han`, this learner with a graph network as its encoder.
+Neighbour: `sac_han`, the same learner with a graph network as its encoder.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -153,28 +153,37 @@ class Critic(Actor):
         return torch.stack([reward, value + effect])
 
 
-class ActorCritic(nn.Module):
-    """Actor, critics and temperature over what an encoder makes of a system's observations."""
+class Agent(nn.Module):
+    """Encoder, critics, actor and temperature."""
 
-    encoders: Any  # modules, which the critics alone train
-
-    def __init__(self, system: RoutingSystem) -> None:
+    def __init__(self, rows: str, shaping: bool, system: RoutingSystem) -> None:
         super().__init__()
         self.experts, self.model = system.num_experts, ExpectedQos(system)
-
-    def add_heads(self, columns: int, shaping: bool) -> None:
-        """Make all that reads a `State` with so many columns of an expert."""
-        self.actor = Actor(columns, shaping)
-        self.qf1, self.qf2 = Critic(columns, shaping), Critic(columns, shaping)
+        self.read = ROWS[rows]
+        self.fixed_experts = rows == "experts"  # then a number tells which expert a row is of
+        self.who = torch.eye(self.experts)[:, : self.experts * self.fixed_experts]
+        who = self.who.shape[1]
+        sizes = len(STATE) + len(LOAD) + who, shaping
+        self.encoder = mlp(ARRIVED + EXPERT + who, WIDTH, WIDTH)
+        self.actor, self.qf1, self.qf2 = Actor(*sizes), Critic(*sizes), Critic(*sizes)
         self.log_alpha = nn.Parameter(torch.tensor(-3.5))  # of the temperature at first
 
     def rows(self, obs: Mapping[str, Any]) -> features.Rows:
-        """Scaled features of a batch of observations, as a replay buffer holds them."""
-        raise NotImplementedError
+        """Scaled features of a batch of observations, see `expert_rows`."""
+        return features.expert_rows(obs, self.model)
 
     def encode(self, rows: Tensor) -> State:
         """What actor and critics read of a batch of `rows`; what is not read is 0."""
-        raise NotImplementedError
+        batch, n = len(rows), self.experts
+        arrived, x = features.split_rows(rows, n)[:2]
+        there, parts = x[..., EXISTS:][..., :1], zip((arrived, x), self.read, strict=True)
+        arrived, x = (part * (torch.arange(part.shape[-1]) < count) for part, count in parts)
+        arrived = arrived[:, None].expand(-1, n, -1)
+        who = self.who.expand(batch, -1, -1)
+        hidden = self.encoder(torch.cat([arrived, x, who], -1)).relu()
+        experts = torch.cat([x[..., STATE], arrived[..., LOAD], who], -1)
+        work = x[..., WORK] if self.read[1] == EXPERT else torch.ones_like(x[..., WORK])
+        return State(hidden, features.mean_over(hidden, there), experts, work, there)
 
     def log_policy(self, state: State, mask: Tensor, alpha: float) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
@@ -186,37 +195,6 @@ class ActorCritic(nn.Module):
         """The likeliest legal action of every observation."""
         state = self.encode(torch.as_tensor(self.rows(obs).rows).float())
         return self.log_policy(state, torch.as_tensor(np.asarray(mask)), 1.0).argmax(-1).numpy()
-
-
-class Agent(ActorCritic):
-    """One small network for every row."""
-
-    def __init__(self, rows: str, shaping: bool, system: RoutingSystem) -> None:
-        super().__init__(system)
-        self.read = ROWS[rows]
-        self.fixed_experts = rows == "experts"  # then a number tells which expert a row is of
-        self.who = torch.eye(self.experts)[:, : self.experts * self.fixed_experts]
-        who = self.who.shape[1]
-        self.encoder = mlp(ARRIVED + EXPERT + who, WIDTH, WIDTH)
-        self.add_heads(len(STATE) + len(LOAD) + who, shaping)
-        self.encoders = [self.encoder]
-
-    def rows(self, obs: Mapping[str, Any]) -> features.Rows:
-        """See `expert_rows`."""
-        return features.expert_rows(obs, self.model)
-
-    def encode(self, rows: Tensor) -> State:
-        """See `ActorCritic`."""
-        batch, n = len(rows), self.experts
-        arrived, x = features.split_rows(rows, n)[:2]
-        there, parts = x[..., EXISTS:][..., :1], zip((arrived, x), self.read, strict=True)
-        arrived, x = (part * (torch.arange(part.shape[-1]) < count) for part, count in parts)
-        arrived = arrived[:, None].expand(-1, n, -1)
-        who = self.who.expand(batch, -1, -1)
-        hidden = self.encoder(torch.cat([arrived, x, who], -1)).relu()
-        experts = torch.cat([x[..., STATE], arrived[..., LOAD], who], -1)
-        work = x[..., WORK] if self.read[1] == EXPERT else torch.ones_like(x[..., WORK])
-        return State(hidden, features.mean_over(hidden, there), experts, work, there)
 
 
 class ReplayBuffer:
@@ -236,7 +214,7 @@ class ReplayBuffer:
             self.data[key][self.count % self.length] = value
         self.count += 1
 
-    def add_targets(self, agent: ActorCritic, gamma: float, lam: float) -> None:
+    def add_targets(self, agent: Agent, gamma: float, lam: float) -> None:
         """Compute what LENGTH steps more are to predict: their rewards and Peng's lambda-returns.
 
         G_t = r_t + gamma ((1 - lam) V_t+1 + lam G_t+1), at an end V_t; r_t less a fit to exogenous.
@@ -298,32 +276,22 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     env_kwargs = environments.routing_arguments(ENV, args.set)
-    return learn(args, "sac_rows", env_kwargs, partial(Agent, args.rows, args.shaping))
-
-
-def learn(
-    args: Any,
-    name: str,
-    env_kwargs: Mapping[str, Any],
-    make_agent: Callable[[RoutingSystem], ActorCritic],
-) -> Path:
-    """What `train` does, of the agent ``name`` with any encoder."""
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
 
-    agent = make_agent(RoutingSystem.from_env(envs))
+    agent = Agent(args.rows, args.shaping, RoutingSystem.from_env(envs))
     averaged = deepcopy(agent).requires_grad_(False)
-    critics = nn.ModuleList([*agent.encoders, agent.qf1, agent.qf2])
+    critics = nn.ModuleList([agent.encoder, agent.qf1, agent.qf2])
     q_optimizer = torch.optim.Adam(critics.parameters(), fused=True)
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), fused=True)
     alpha_optimizer = torch.optim.Adam([agent.log_alpha], lr=1e-3)
 
     envs.reset(seed=environments.episode_seeds(args.seed, n))
     buffer = ReplayBuffer(max(int(RECENT * args.total_timesteps), LATEST) // n + 4 * LENGTH)
-    log = run_log.RunLog(args, name, ENV_ID, env_kwargs)
-    meta = {"agent": name, "args": json.dumps(asdict(args))}
+    log = run_log.RunLog(args, "sac_rows", ENV_ID, env_kwargs)
+    meta = {"agent": "sac_rows", "args": json.dumps(asdict(args))}
     write = log.save = partial(checkpoint.write_checkpoint, averaged, meta)
     parts = {"agent": agent, "averaged": averaged, "buffer": buffer, "envs": envs, "rng": rng}
     parts |= {"q": q_optimizer, "actor": actor_optimizer, "alpha": alpha_optimizer}

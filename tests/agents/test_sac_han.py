@@ -14,7 +14,6 @@ from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_da
 from ..routing_systems import moved, permuted
 from .runs import lines, tiny
 
-LENGTH = sac_rows.LENGTH
 both = pytest.mark.parametrize("agent", [sac_han, sac_rows])
 
 
@@ -84,10 +83,10 @@ def test_a_policy_reads_its_state_and_no_more(agent, state, random_obs):
     assert not torch.equal(values(obs), values(changed | {"experts": experts}))
 
 
-def a_full_ring(net, steps, width=3):
+def a_full_ring(agent, net, steps, width=3):
     """A ring of random steps, and all steps that were added."""
     rng, added = np.random.default_rng(0), []
-    buffer = sac_rows.ReplayBuffer(5 * LENGTH)
+    buffer = agent.ReplayBuffer(5 * agent.LENGTH)
     for t in range(steps):
         step = {"rows": np.full((width, 1), t, np.float32), "action": np.arange(width)}
         step |= {key: rng.random(width).astype(np.float32) for key in ("value", "reward")}
@@ -95,15 +94,16 @@ def a_full_ring(net, steps, width=3):
         step["done"] = rng.random(width) < 0.05
         added.append(step)
         buffer.add(**step)
-        if buffer.count > buffer.targets + 2 * LENGTH:
+        if buffer.count > buffer.targets + 2 * agent.LENGTH:
             buffer.add_targets(net, 0.9, 0.7)
     return buffer, {key: np.array([step[key] for step in added]) for key in added[0]}
 
 
-def test_targets_are_mixtures_of_all_n_step_returns():
-    net = an_agent(sac_rows)
-    buffer, steps = a_full_ring(net, 2 * LENGTH + 1)
-    size, targets = 2 * LENGTH, LENGTH
+@both
+def test_targets_are_mixtures_of_all_n_step_returns(agent):
+    net = an_agent(agent)
+    buffer, steps = a_full_ring(agent, net, 2 * agent.LENGTH + 1)
+    size, targets = 2 * agent.LENGTH, agent.LENGTH
     x, y = steps["exogenous"][:targets], steps["reward"][:targets]
     there = ~steps["done"][:targets]
     squares = 0.7 * np.eye(x.shape[-1]) + x[there].T @ x[there]
@@ -136,14 +136,15 @@ def test_targets_are_mixtures_of_all_n_step_returns():
             assert buffer.data["residual"][t, env] == pytest.approx(reward[t, env], abs=1e-4)
 
 
-def test_the_losses_of_a_critic_are_of_what_was_done_and_has_targets():
-    net, rng, size = an_agent(sac_rows), np.random.default_rng(0), 7
+@both
+def test_the_losses_of_a_critic_are_of_what_was_done_and_has_targets(agent):
+    net, rng, size = an_agent(agent), np.random.default_rng(0), 7
     parts = torch.as_tensor(rng.random((2, size, 5)))
     action, done = torch.as_tensor(rng.integers(0, 5, size)), torch.arange(size) == 3
     batch = {key: torch.as_tensor(rng.random(size)) for key in ("residual", "later")}
     batch |= {"action": action, "done": done}
     batch["exogenous"] = torch.as_tensor(rng.random((size, 12)), dtype=torch.float32)
-    loss = sac_rows.critic_loss(net.qf1, parts, batch)
+    loss = agent.critic_loss(net.qf1, parts, batch)
     with torch.no_grad():
         common = net.qf1.exogenous_value(batch["exogenous"])[:, 0]
     wanted = 0.0
@@ -170,9 +171,9 @@ def test_illegal_actions_have_no_probability(agent, random_obs):
 def kept(agent, monkeypatch, name, folder, **changes):
     """The steps that the buffer was given and the networks of a tiny run."""
     steps, nets = [], []
-    copy = sac_rows.deepcopy
+    copy = agent.deepcopy
 
-    class Kept(sac_rows.ReplayBuffer):
+    class Kept(agent.ReplayBuffer):
         def add(self, **step):
             steps.append({key: np.array(value) for key, value in step.items()})
             super().add(**step)
@@ -181,8 +182,8 @@ def kept(agent, monkeypatch, name, folder, **changes):
         nets.extend([net, copy(net)])
         return nets[-1]
 
-    monkeypatch.setattr(sac_rows, "ReplayBuffer", Kept)
-    monkeypatch.setattr(sac_rows, "deepcopy", copy_kept)
+    monkeypatch.setattr(agent, "ReplayBuffer", Kept)
+    monkeypatch.setattr(agent, "deepcopy", copy_kept)
     agent.train(tiny(name, folder, save_model=False, **changes)[1])
     return {key: np.array([step[key] for step in steps]) for key in steps[0]}, nets
 
@@ -197,7 +198,7 @@ def trained(request, tmp_path_factory):
     agent, folder = request.param, tmp_path_factory.mktemp("runs")
     name = "sac_han" if agent is sac_han else "sac_rows"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sac_rows, "AVERAGED", 1e12)
+        patch.setattr(agent, "AVERAGED", 1e12)
         plain = kept(agent, patch, name, folder / "a", shaping=False, **RUN)
     with pytest.MonkeyPatch.context() as patch:
         return plain, kept(agent, patch, name, folder / "b", **RUN)

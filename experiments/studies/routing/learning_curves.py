@@ -120,7 +120,7 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
         envs.step = shuffled
         return envs
 
-    if buffer := getattr(getattr(agent, "sac_rows", agent), "ReplayBuffer", None):
+    if buffer := getattr(agent, "ReplayBuffer", None):
         plain = buffer.add
 
         def add(self: Any, **step: Any) -> None:
