@@ -274,15 +274,13 @@ def agents() -> list[dict[str, str]]:
                 lines += trained(name, RESULTS / f"{table}.csv")
         lines += [] if name in TRAININGS else standings(name)
         lines += ["## Description", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
-        lines += ["```sh", f"python agents/{name}.py --help", f"python agents/{name}.py --seed 1"]
-        lines += ["```", "", "[Metrics](../metrics.md) explains what it logs.", ""]
+        lines += ["```sh", f"python agents/{name}.py --seed 1", "```", ""]
         for family in FAMILIES:
             for checkpoint, file in shipped(family.name).items():
                 if written_by(file) == name:
                     card = file.with_suffix(".md").read_text(encoding="utf-8")
-                    if name in TRAININGS:  # whose tables are above
-                        card = without_tables(card)
-                    lines += [f"## Checkpoint `{checkpoint}`", "", demoted(card), ""]
+                    card = demoted(without_tables(card))  # tables of the same are above
+                    lines += [f"## Checkpoint `{checkpoint}`", "", card, ""]
         write(f"agents/{name}.md", "\n".join(lines))
         nav.append({name: f"agents/{name}.md"})
     return nav
@@ -448,7 +446,7 @@ def notebook(name: str) -> dict[str, str]:
         for output in cell.get("outputs", ()):
             if "text" in output:
                 said = "".join(output["text"]).splitlines()
-                said = [*said[:4], "...", *said[-2:]] if len(said) > 8 else said
+                said = [*said[:3], "..."] if len(said) > 8 else said
                 lines += ["```text", *said, "```", ""]
             elif png := output["data"].get("image/png"):
                 with mkdocs_gen_files.open(f"tutorials/{name}_{number}.png", "wb") as stream:
@@ -482,17 +480,10 @@ def benchmarks() -> None:
 
 
 def home() -> None:
-    """README and CONTRIBUTING with their links turned into this site's."""
-    for source, page in (
-        ("README.md", "index.md"),
-        ("CONTRIBUTING.md", "contributing.md"),
-    ):
-        text = (ROOT / source).read_text(encoding="utf-8")
-        text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)")
-        text = re.sub(r"\[([^\]]*)\]\((?:CITATION.cff|LICENSE|CHANGELOG.md)\)", r"`\1`", text)
-        text = text.replace("first_steps.ipynb)", "first_steps.md)")
-        text = text.replace("](experiments/results)", "](results/routing.md)")
-        write(page, text)
+    """The README with its links turned into this site's; the repository's own files are named."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    text = re.sub(r"\[([^\]]*)\]\((?:CITATION.cff|[A-Z]+(?:.md)?)\)", r"`\1`", text)
+    write("index.md", text.replace("first_steps.ipynb)", "first_steps.md)"))
 
 
 def findings() -> list[dict[str, str]]:
@@ -570,5 +561,4 @@ mkdocs_gen_files.config["nav"] = [
             {"Real engines": "real-engines.md"},
         ]
     },
-    {"Contributing": "contributing.md"},
 ]

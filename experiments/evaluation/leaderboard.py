@@ -246,11 +246,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
         "# Leaderboard",
         "",
         "Interquartile means over evaluation episodes [bootstrap 95 % interval]: of each point the",
-        f"best {best}, with their rank, and beside them `random` and a naive rule. All rows of a",
-        "point are about the same episodes, but for guests, whose seeds were drawn when they were",
-        "measured. Clairvoyant policies know what no controller can, guests are not the package's.",
-        "Written by `servegym leaderboard --run`; `servegym leaderboard --all` prints every policy",
-        "and metric.",
+        f"best {best}, with their rank, and beside them `random` and a naive rule, all on the same",
+        "episodes. Clairvoyant policies know what no controller can. `servegym leaderboard --all`",
+        "prints every policy and metric.",
         "",
     ]
     for point in POINTS:
@@ -264,11 +262,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
             for rank, row in enumerate(best_first, 1)
             if rank <= best or row["policy"] in plain
         ]
-        arguments = (
-            f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
-        )
-        lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
-        lines += [_settings(best_first), ""]
+        lines += [f"## {point.name}", "", f"`{point.family.env_id}`. {_settings(best_first)}", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
         lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
     return "\n".join(lines)
