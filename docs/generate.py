@@ -392,9 +392,9 @@ def results() -> list[dict[str, str]]:
         pictures = list_pictures(family)
         lines = [f"# Results: {title}", ""]
         lines += [
-            f"`servegym figures {family}` draws these pictures. `experiments/results/{family}`"
+            f"`servegym figures {family}` draws these; tables: `experiments/results/{family}`."
         ]
-        lines += ["has a CSV each, and a JSON with command, machine, date and all findings.", ""]
+        lines += [""]
         for path in sorted((RESULTS / family).glob("*.json"), key=place):
             record = read_record(path)
             png = result_picture(path, pictures.get(path.stem))
