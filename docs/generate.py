@@ -16,6 +16,9 @@ import re
 import tempfile
 from base64 import b64decode
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,7 +39,7 @@ from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.papers.claims import HEADINGS, TITLES, tally
 from servegym.experiments.papers.claims import lines as claim_lines
 from servegym.experiments.papers.plotting import Curves, as_png
-from servegym.experiments.papers.study import Study, draw, list_modules, list_pictures
+from servegym.experiments.papers.study import draw_named, list_modules, list_pictures
 from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
@@ -378,18 +381,18 @@ def claims() -> None:
     write("claims.md", "\n".join(lines))
 
 
-def result_picture(record: Path, study: Study | None) -> bytes | None:
-    """The picture of a result, drawn from its tables; None for a result that is a table alone."""
-    if record.stem == TABLE:
-        return plot(*(read_rows(record.with_name(f"{name}.csv")) for name in (CURVE, TABLE)))
-    return None if study is None else draw(study, record.parent)
-
-
 def results() -> list[dict[str, str]]:
     """A page a family of results: the pictures, each with its first finding."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
-        pictures = list_pictures(family)
+        stems = list_pictures(family)
+        # A forked process knows the studies' folder, which __path__ has from above.
+        with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+            drawn = pool.map(draw_named, repeat(family), stems, repeat(RESULTS / family))
+            pictures = dict(zip(stems, drawn, strict=True))
+        if (RESULTS / family / f"{TABLE}.csv").exists():
+            tables = [read_rows(RESULTS / family / f"{name}.csv") for name in (CURVE, TABLE)]
+            pictures[TABLE] = plot(*tables)
         lines = [f"# Results: {title}", ""]
         lines += [
             f"`servegym figures {family}` draws these; tables: `experiments/results/{family}`."
@@ -397,7 +400,7 @@ def results() -> list[dict[str, str]]:
         lines += [""]
         for path in sorted((RESULTS / family).glob("*.json"), key=place):
             record = read_record(path)
-            png = result_picture(path, pictures.get(path.stem))
+            png = pictures.get(path.stem)
             if png is None or not record["notes"]:
                 continue
             with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:

@@ -326,6 +326,11 @@ def list_pictures(family: str) -> dict[str, Study]:
     return {study.name: study for study in studies if study.picture is not None}
 
 
+def draw_named(family: str, name: str, folder: Path) -> bytes | None:
+    """`draw` of the study of a family that has this name, for another process."""
+    return draw(list_pictures(family)[name], folder)
+
+
 def ends(options: Options, values: Sequence[Any]) -> Sequence[Any]:
     """The first and the last value in a smoke run, all of them else."""
     return values[:: max(len(values) - 1, 1)] if options.quick else values
