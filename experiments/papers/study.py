@@ -21,13 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from servegym._checks import choose
-from servegym.envs.families import FAMILIES, family_named
+from servegym.envs.families import family_named
 from servegym.experiments.evaluation.output import read_rows, write_text
 from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
 from servegym.experiments.papers.plotting import as_png
-
-GROUPS = tuple(family.group for family in FAMILIES)
-"""Folders of the families."""
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The tables that come with the package, a folder a group."""
