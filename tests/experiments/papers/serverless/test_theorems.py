@@ -9,7 +9,7 @@ from servegym.envs.serverless_moe.plans import lpt, smallest_spec
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import theorems as serverless_theorems
-from servegym.experiments.papers.serverless.predictors import make_predictor
+from servegym.experiments.papers.serverless.predictors import PREDICTORS
 
 from ..tables import rows_of
 
@@ -52,7 +52,7 @@ def test_theorem_4_layer_by_layer():
     rows = serverless_theorems.recorded_theorem4(toy)
     for row in (r for r in rows if r["form"] == "largest count" and r["ranking"] == "own counts"):
         assert row["holds"] == 1.0 and row["largest_ratio"] <= 1.0 + 1e-9  # list scheduling
-    category, nothing = make_predictor("category"), np.zeros((len(toy.tokens), 1))
+    category, nothing = PREDICTORS["category"](), np.zeros((len(toy.tokens), 1))
     category.fit(nothing[train], toy.frequencies()[train], tasks=toy.task[train])
     shares = category.predict(nothing[held], task=toy.task[held])
     experts, b, z, met = toy.model.experts, 0.75, 2, []
