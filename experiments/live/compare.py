@@ -27,6 +27,7 @@ from servegym._files import write_columns
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.guest import IN_PROCESS
 from servegym.experiments.evaluation.output import print_table, read_rows, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
@@ -318,7 +319,7 @@ def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
 def _simulated_log(run: Run) -> dict[str, np.ndarray]:
     """The log of the policy in closed loop on the same requests."""
     env_id, policies, seed = "servegym/LLMRouting-v1", [run.policy], run.repetition
-    results = evaluate(env_id, policies, 1, seed, run.arguments, in_process=True)
+    results = evaluate(env_id, policies, 1, seed, run.arguments, guests=IN_PROCESS)
     (log,) = next(iter(results.logs.values()))
     return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
