@@ -5,6 +5,7 @@ A module is imported when its command runs, so that ``servegym --help`` answers 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,11 @@ USAGE = """usage: servegym [-h] [--version] COMMAND ...
 Environments, policies and replay for LLM serving control.
 
 commands:"""
+
+
+def command_parser(command: str) -> argparse.ArgumentParser:
+    """A parser of the words of a command, whose line in the help describes it."""
+    return argparse.ArgumentParser(prog=f"servegym {command}", description=COMMANDS[command][1])
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
