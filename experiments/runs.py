@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.agents.lib.evaluation import RULES
 from servegym.envs.families import find_family
 from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable, write_text
@@ -51,6 +50,8 @@ def draw_runs(runs: Sequence[Path]) -> bytes:
     Raises:
         ValueError: If a folder is no run or has no evaluation, or the families differ.
     """
+    from servegym.agents.lib.evaluation import RULES  # needs torch, which a log does not
+
     curves: dict[Path, list[dict[str, Any]]] = {}
     problems: dict[str, Path] = {}
     family = None
