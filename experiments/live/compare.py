@@ -449,8 +449,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, value in Plan().values().items():
         several = isinstance(value, tuple)
         shown = ",".join(map(str, value)) if several else value
-        words = {"type": (lambda text: text.split(",")) if several else int}
-        add(f"--{name}", help=f"{Plan.described()[name].text} ({shown})", **words)
+        parse: Any = (lambda text: text.split(",")) if several else int
+        add(f"--{name}", help=f"{Plan.described()[name].text} ({shown})", type=parse)
     add("--folder", type=Path, default=Path("servegym-compare"), help="logs, records, tables")
     options = parser.parse_args(arguments)
     asked = {name: getattr(options, name) for name in Plan.described()}
