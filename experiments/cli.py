@@ -24,7 +24,7 @@ COMMANDS = {
     "render": ("experiments.render", "Show a policy at work."),
     "plot": ("experiments.runs", "Draw the learning curves of trainings beside their rule."),
     "figures": ("experiments.papers.study", "Compute and draw a family's figures and tables."),
-    "sweep": ("experiments.sweeps.command", "Search an agent's hyper-parameters; resumes."),
+    "sweep": ("experiments.sweeps.command", "Search an agent's hyper-parameters."),
     "calibrate": ("hardware_profiles.calibrate.calibrate", "Fit a profile to measurements."),
     "profile": ("hardware_profiles.compose", "Compose a profile of any model on any card."),
     "measure": ("hardware_profiles.measure.command", "Measure a machine: gpu or server."),
@@ -33,14 +33,8 @@ COMMANDS = {
     "tune": ("experiments.evaluation.tuning", "Tune a gateway's file or a routing rule."),
     "presubmit": ("experiments.evaluation.presubmit", "Play your router against published rules."),
     "claims": ("experiments.papers.claims", "Print the papers' claims with our results."),
-    "real": (
-        "experiments.live.command",
-        "Real servers beside the simulator: up, status, down, compare.",
-    ),
-    "gateway": (
-        "experiments.live.gateways.command",
-        "A policy in a gateway: litellm, endpoint-picker.",
-    ),
+    "real": ("experiments.live.command", "Run real servers, and compare them with simulated ones."),
+    "gateway": ("experiments.live.gateways.command", "Put a policy in a gateway before servers."),
     "serve": ("experiments.live.serve.command", "Serve simulated GPUs behind OpenAI's protocol."),
     "bench": ("experiments.bench", "Measure the speed of every environment with references."),
 }
