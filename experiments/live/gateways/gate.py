@@ -185,7 +185,8 @@ class Ticket:
         """The gateway has sent it to another expert itself: that of before has failed."""
         gate = self.gate
         with gate.lock:
-            if self.id not in gate.open or not 0 <= expert < len(gate.names):
+            there = 0 <= expert < len(gate.names) and expert != self.expert
+            if self.id not in gate.open or not there:
                 return
             gate.tell(self, "failed")
             gate.send(self, expert)
