@@ -1,10 +1,10 @@
-"""Tables of papers and studies: settings x policies -> columns, their notes and their picture.
+"""Tables of papers: settings x policies -> columns, their notes and their picture.
 
-A module of a family's folder here, and of the studies' in a source tree, has ``STUDIES``, a record
-for each table that it makes, and ``main``, their command line: ``servegym figures FAMILY`` runs
-them all, ``python -m servegym.experiments.papers.FAMILY.MODULE`` one module. Measuring writes the
-table (see `servegym.experiments.evaluation.tables`) and draws the picture; ``--draw`` draws the
-tables that are there and measures nothing.
+A module of a family's folder here has ``STUDIES``, a record for each table that it makes, and
+``main``, their command line: ``servegym figures FAMILY`` runs them all, ``python -m
+servegym.experiments.papers.FAMILY.MODULE`` one module. Measuring writes the table (see
+`servegym.experiments.evaluation.tables`) and draws the picture; ``--draw`` draws the tables that
+are there and measures nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from servegym._checks import choose
-from servegym.envs.families import FAMILIES, family_named
+from servegym.envs.families import family_named
 from servegym.experiments.evaluation.output import read_rows, write_text
 from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
 from servegym.experiments.papers.plotting import as_png
-
-GROUPS = tuple(family.group for family in FAMILIES)
-"""Folders of the families, here and in ``studies``."""
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The tables that come with the package, a folder a group."""
@@ -252,15 +249,12 @@ def list_modules(family: str) -> list[Module]:
     """
     family = family_named(family).group
     modules = []
-    roots = [Path(root) for root in importlib.import_module("servegym.experiments").__path__]
-    paths = [*roots[0].glob(f"papers/{family}/*.py")]
-    paths += [path for root in roots for path in root.glob(f"studies/{family}/*.py")]
-    for path in sorted(paths, key=lambda path: path.stem):
+    for path in sorted((Path(__file__).parent / family).glob("*.py")):
         source = path.read_text(encoding="utf-8")
         if "\nSTUDIES = " in source:
             first = (ast.get_docstring(ast.parse(source)) or "").split("\n", 1)[0]
-            inside = ".".join(path.with_suffix("").parts[-3:])
-            modules.append(Module(path.stem, f"servegym.experiments.{inside}", first))
+            name = f"servegym.experiments.papers.{family}.{path.stem}"
+            modules.append(Module(path.stem, name, first))
     return modules
 
 

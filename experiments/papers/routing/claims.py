@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from servegym.experiments.papers.verdicts import (
-    ELSEWHERE,
-    OPEN,
     Claim,
     Finding,
     Reader,
@@ -164,7 +162,7 @@ def ahead(
                 (weak if poor and change * paper > 0 else counted).append((change, interval))
                 met.append(rival)
             where = fleet if rate is None or "/s" in fleet else f"{fleet}, {rate:g}/s"
-            verdict, parts = OPEN, [] if met else ["not trained here"]
+            verdict, parts = "open", [] if met else ["not trained here"]
             if counted:
                 change, interval = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
                 verdict = judge(change, paper, least, interval)
@@ -175,7 +173,7 @@ def ahead(
                 here = span([change for change, _ in weak])
                 parts.append(f"{here} where the rival is below shortest_queue: undertrained")
             if not fleet.startswith(FLEET):
-                verdict = ELSEWHERE
+                verdict = "elsewhere"
             who = f"{method}: " * (method not in ("", METHOD))
             yield Finding(where, who + "; ".join(parts), verdict)
 
@@ -198,7 +196,7 @@ def effect(factor: str, text: str, new: str, old: str) -> Claim:
     def read(rows: Rows) -> Iterable[Finding]:
         by = {row["policy"]: row for row in pick(rows, point=HOME)}
         if not {new, old} <= set(by):
-            yield Finding(HOME, "not trained here", OPEN)
+            yield Finding(HOME, "not trained here", "open")
             return
         change, interval = percent(by[new]["qos"], by[old]["qos"]), interval_over(by[new], by[old])
         verdict = judge(change, paper.qos, interval=interval)
@@ -214,7 +212,7 @@ def compared(rows: Rows) -> Iterable[Finding]:
         interval = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
         below = " over what is below shortest_queue" if row["undertrained"] else ""
         here = f"{row['change_pct']:+.1f} %{_bracket(interval)}{below}"
-        yield Finding(f"{row['point']}, {row['level']}", here, ELSEWHERE)
+        yield Finding(f"{row['point']}, {row['level']}", here, "elsewhere")
 
 
 @claim(
@@ -228,12 +226,12 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
     for point in values(rows, "point"):
         seconds = {row["policy"]: row["e2e_s"] for row in pick(rows, point=point)}
         if "sac_han" not in seconds:
-            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
+            yield Finding(point, "not trained here", "open" if point == HOME else "elsewhere")
             continue
         others = [name for name in PAPER_BASELINES if name in seconds]
         quickest = min(others, key=seconds.__getitem__)
         change = percent(seconds["sac_han"], seconds[quickest])
-        verdict = judge(change, -21.34, True) if point == HOME else ELSEWHERE
+        verdict = judge(change, -21.34, True) if point == HOME else "elsewhere"
         yield Finding(point, f"{change:+.1f} % against {quickest}", verdict)
 
 
@@ -251,7 +249,7 @@ def with_predictors(rows: Rows) -> Iterable[Finding]:
             qos = {row["predictors"]: row["qos"] for row in pick(part, policy=policy)}
             if {"PS+PL", "ZS+ZL"} <= set(qos):
                 change = percent(qos["PS+PL"], qos["ZS+ZL"])
-                verdict = judge(change, PRINTED["Fig. 18"].qos) if point == HOME else ELSEWHERE
+                verdict = judge(change, PRINTED["Fig. 18"].qos) if point == HOME else "elsewhere"
                 yield Finding(f"{point}, {policy}", f"{change:+.1f} %", verdict)
 
 
@@ -274,13 +272,13 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
             row for name in _retrained(part) for row in pick(part, predictors="ZS+ZL", policy=name)
         ]
         if not none:
-            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
+            yield Finding(point, "not trained here", "open" if point == HOME else "elsewhere")
             continue
         paper = PRINTED["Fig. 18, none"]
         rival = max(PAPER_BASELINES, key=lambda name: named[name]["qos"])
         change = percent(none[0]["qos"], named[rival]["qos"])
         here = f"{none[0]['policy']} {change:+.1f} % over {rival}"
-        verdict = judge(change, paper.qos, paper.least) if point == HOME else ELSEWHERE
+        verdict = judge(change, paper.qos, paper.least) if point == HOME else "elsewhere"
         yield Finding(point, here, verdict)
 
 
@@ -294,7 +292,7 @@ def decision_time(rows: Rows) -> Iterable[Finding]:
         if "one decision" in name and "torch" not in name:
             ms = row["p99_ms"]
             ours = "(shipped)" in name and not name.startswith(METHOD)
-            verdict = ELSEWHERE if ours else holds([ms < 1])
+            verdict = "elsewhere" if ours else holds([ms < 1])
             yield Finding(name, f"P99 {ms:.2f} ms", verdict)
 
 
@@ -312,7 +310,7 @@ def predictor(quantity: str, top1: float, top3: float) -> Claim:
             met = holds([100 * tuned["top1"] >= top1, 100 * tuned["top3"] >= top3])
             here = f"{ours} % (the commonest alone {blind} %)"
             # The paper's buckets are of equal width.
-            yield Finding(f"{buckets} buckets", here, met if buckets == "width" else ELSEWHERE)
+            yield Finding(f"{buckets} buckets", here, met if buckets == "width" else "elsewhere")
 
     text = f"the {quantity}'s bucket is predicted, top 1 and top 3"
     return Claim("Section V", text, f"{top1}/{top3} %", "learned_predictors", read)

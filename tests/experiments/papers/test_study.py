@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from servegym.envs.families import FAMILIES
 from servegym.experiments.evaluation.output import read_rows, write_csv
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers import study
@@ -114,8 +115,8 @@ def test_no_episode_is_refused_and_own_options_are_checked_first(tmp_path: Path)
 
 def test_every_axis_of_numbers_names_a_unit() -> None:
     """Of the studies that the package has; a column without one is in `AXES` or the study's own."""
-    for group in study.GROUPS:
-        for name, one in study.list_pictures(group).items():
+    for family in FAMILIES:
+        for name, one in study.list_pictures(family.name).items():
             if isinstance(picture := one.picture, Lines):
                 axes = [picture.y] if isinstance(picture.y, str) else list(picture.y)
                 axes += [] if isinstance(picture, Bars) else [picture.x]
@@ -157,8 +158,8 @@ def test_a_wrong_name_stops_before_anything_runs(two):
 def test_every_module_says_what_it_shows_and_every_table_is_made_once():
     with pytest.raises(ValueError, match="family='rooting'.*'routing'"):
         study.list_modules("rooting")
-    for family in study.GROUPS:
-        modules = study.list_modules(family)
+    for family in FAMILIES:
+        modules = study.list_modules(family.name)
         assert modules and all(module.description.endswith(".") for module in modules)
         studies = [one for m in modules for one in importlib.import_module(m.module).STUDIES]
         tables = [name for one in studies for name in (one.name, *one.beside)]
