@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -150,6 +150,11 @@ class RoutingArguments(Arguments):
         chosen = named[choose("fleet", fleet, ("random", *named))]
         return {**chosen, **arguments, "fleet": None}
 
+    def keys(self) -> Iterable[str]:
+        """The names, less those that a drawn fleet or a file of requests takes the place of."""
+        left = DRAWN if self.fleet is not None else IN_FILE if self.requests_file else ()
+        return [name for name in self.described() if name not in left]
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -158,8 +163,8 @@ class Problem:
     The environments, the replay and the baselines share it.
 
     Attributes:
-        record: the arguments; a file of requests says their rate and number, and where fleets are
-            drawn R and W are the largest that may come.
+        arguments: the checked arguments; a file of requests says their rate and number, and where
+            fleets are drawn R and W are the largest that may come.
         cfg: ``(1,)`` record of :data:`layout.CONFIG`.
         law: iteration times of ``profiles``.
         table: float32 ``(P, N, 5)``: prompt tokens, true score, true length, predicted score,
@@ -176,7 +181,7 @@ class Problem:
             column for each model under each predictor, see `FleetSource`.
     """
 
-    record: RoutingArguments
+    arguments: RoutingArguments
     cfg: np.ndarray
     law: Law
     table: np.ndarray
@@ -193,20 +198,9 @@ class Problem:
         self.cfg["longest"] = self.law.where["longest"]
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The record by name, less what a drawn fleet or a file of requests says in their place."""
-        drawn, file = self.record.fleet, self.record.requests_file
-        return self.record.values(without=DRAWN if drawn else IN_FILE if file else ())
-
-    @property
     def num_experts(self) -> int:
         """N."""
         return int(self.cfg["num_experts"][0])
-
-    @property
-    def episode_requests(self) -> int:
-        """J, requests of an episode."""
-        return int(self.cfg["num_requests"][0])
 
     @property
     def max_output_tokens(self) -> int:
@@ -240,7 +234,7 @@ def problem_of(arguments: RoutingArguments) -> Problem:
     else:
         fleet = _drawn_fleets(arguments, catalog, rows, cfg[0])
     return Problem(
-        record=arguments, cfg=cfg, rows=rows, catalog=catalog, arrivals=arrivals, **fleet
+        arguments=arguments, cfg=cfg, rows=rows, catalog=catalog, arrivals=arrivals, **fleet
     )
 
 

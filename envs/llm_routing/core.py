@@ -92,7 +92,7 @@ class RoutingState:
 
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
-    n, record = problem.num_experts, problem.record
+    n, record = problem.num_experts, problem.arguments
     cap_r, cap_w = record.running_capacity, record.waiting_capacity
     view = int(problem.cfg["layout"][0])
     if view == layout.FLAT:
@@ -138,7 +138,7 @@ def load_bounds(problem: Problem) -> list[float]:
 
 def summary_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Lower and upper bounds of the columns `layout.SUMMARY_FEATURES`, float32 (F,) each."""
-    cap_r, cap_w = problem.record.running_capacity, problem.record.waiting_capacity
+    cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
     tokens = prompt + longest
     second = layout.MAX_LATENCY_S_PER_TOKEN
@@ -179,8 +179,8 @@ class RoutingBatch(Batch):
         self.num_rows = num_rows
         self.threads = RowThreads(num_rows, num_threads)
         c = problem.cfg[0]
-        n, slots, length = problem.num_experts, int(c["slots"]), problem.episode_requests
-        cap_r, cap_w = problem.record.running_capacity, problem.record.waiting_capacity
+        n, slots, length = problem.num_experts, int(c["slots"]), problem.arguments.episode_requests
+        cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
         self.arrivals = np.zeros((num_rows, length))
         self.rows = np.zeros((num_rows, length), dtype=np.int32)
         self.table = problem.table
@@ -254,9 +254,9 @@ class RoutingBatch(Batch):
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
         problem = self.problem
         arrivals, (rate,) = self.draw_load(row, 1, random)
-        length = problem.episode_requests
+        length = problem.arguments.episode_requests
         self.arrivals[row] = arrivals.sample(length, random, rate)
-        if problem.record.requests_file is not None:
+        if problem.arguments.requests_file is not None:
             self.rows[row] = problem.rows[:length]
         else:
             self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
@@ -273,8 +273,8 @@ class RoutingBatch(Batch):
         """
         problem = self.problem
         if problem.fleets is None:
-            rates = [draw_from(problem.record.rate, random) for _ in range(streams)]
-            limit = draw_from(problem.record.latency_requirement_s, random)
+            rates = [draw_from(problem.arguments.rate, random) for _ in range(streams)]
+            limit = draw_from(problem.arguments.latency_requirement_s, random)
             self.env["latency_requirement"][row] = limit
             return problem.arrivals, rates
         setting = problem.fleets.draw(random)

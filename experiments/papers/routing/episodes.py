@@ -52,7 +52,7 @@ def long_run(
         raise ValueError(f"policy is {policy.name!r}, which does not read the graph observation")
     envs = open_envs(family, policy, episodes, kwargs)
     memory = [step.observation["experts"][:, :, 0].mean(1) for step in play(envs, policy)]
-    limit = float(ends(envs.unwrapped.problem.record.latency_requirement_s)[0])
+    limit = float(ends(envs.unwrapped.problem.arguments.latency_requirement_s)[0])
     sums: dict[str, Any] = {}
     logs = [envs.unwrapped.request_log(row) for row in range(episodes)]
     envs.close()

@@ -147,8 +147,8 @@ def _measured(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[di
     system = RoutingSystem.from_problem(problem)
     facts = {
         "experts": problem.num_experts,
-        "slots": problem.record.running_capacity,
-        "rate": round(problem.record.rate, 3),
+        "slots": problem.arguments.running_capacity,
+        "rate": round(problem.arguments.rate, 3),
         "served": round(_served(system, problem), 3),
     }
     rows = []

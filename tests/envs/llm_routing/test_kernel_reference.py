@@ -137,7 +137,7 @@ def make_case(seed: int, requests: int = 40, **choices):
         "router_delay_s": delay,
     }
     given = config.RoutingArguments.fill(
-        {**engine, "waiting_capacity": waiting, "failures": failures}
+        {**engine, "waiting_capacity": waiting, "episode_requests": requests, "failures": failures}
     )
     cfg = config.engine_config(given, running)
     c = cfg[0]
@@ -149,7 +149,7 @@ def make_case(seed: int, requests: int = 40, **choices):
         [np.repeat(prompts[:, None], n, 1), scores, lengths, said, guessed], axis=-1
     ).astype(np.float32)
     problem = config.Problem(
-        record=given,
+        arguments=given,
         cfg=cfg,
         law=pack_law(profiles, running),
         table=table,
@@ -216,7 +216,7 @@ def run_case(seed: int, **choices) -> dict[str, float]:
     which = np.ones(1, dtype=np.int8)
     batch.begin(which)
     n = batch.problem.num_experts
-    for j in range(batch.problem.episode_requests):
+    for j in range(batch.problem.arguments.episode_requests):
         assert_same_observation(batch, reference, f"seed {seed}, request {j}")
         action = int(rng.integers(0, n + 1)) if rng.random() < 0.3 else int(rng.integers(1, n + 1))
         batch.step(np.array([action]), which)

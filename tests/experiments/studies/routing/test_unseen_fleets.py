@@ -14,10 +14,10 @@ from servegym.experiments.studies.routing import unseen_fleets as study
 def test_the_forty_fleets_are_of_the_ranges_and_no_training_draws_them(monkeypatch):
     problems = [study.fleet(number) for number in range(6)]
     again = study.fleet(3)
-    assert again.record.rate == problems[3].record.rate and again.models == problems[3].models
+    assert again.arguments.rate == problems[3].arguments.rate and again.models == problems[3].models
     for problem in problems:
-        assert 3 <= problem.num_experts <= 16 and 1 <= problem.record.running_capacity <= 64
-    assert len({problem.record.rate for problem in problems}) == 6
+        assert 3 <= problem.num_experts <= 16 and 1 <= problem.arguments.running_capacity <= 64
+    assert len({problem.arguments.rate for problem in problems}) == 6
     words = shlex.split(study.DRAWN)
     assert words[:2] == ["--set", "fleet=random"]
     drawn = json.loads(words[2].partition("=")[2])
