@@ -163,7 +163,7 @@ class GatewayRouter:
         self.name, self.policy = resolved.name, resolved.policy
         self.policy.reset(1, seed=0)
         self.clock, self.budget_s = clock, budget_s
-        self.latency_requirement_s = float(np.mean(self.problem.latency_requirement_s))
+        self.latency_requirement_s = float(np.mean(self.problem.arguments.latency_requirement_s))
         self.counters = Counters()
         self.off = ""
         self._blocked_calls = 0

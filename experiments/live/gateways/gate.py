@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs.llm_routing.arguments import MAX_CAPACITY, RoutingArguments
+from servegym.envs.llm_routing.config import MAX_CAPACITY, RoutingArguments
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.breakers import PARDONED, Breakers
