@@ -133,8 +133,8 @@ def evaluate(
     if seed is None:
         seed = DEFAULT_SEED if all(policy.knows_seed for policy in resolved) else fresh_seed()
     # Every row names its system and load, set or default; what an episode draws is no argument.
-    reported = report_of(family).reported_arguments.split()
-    reported = {key: problem.arguments[key] for key in reported if key in problem.arguments}
+    reported, arguments = report_of(family).reported_arguments.split(), dict(problem.arguments)
+    reported = {key: arguments[key] for key in reported if key in arguments}
     settings = json.dumps({**reported, **kwargs}, sort_keys=True)
     jobs, names = [], Counter[str]()
     for policy in resolved:

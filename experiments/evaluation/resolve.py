@@ -168,7 +168,8 @@ def _fitting_view(policy: EvaluatedPolicy, problem: Any, family: Family, view: s
     module, known = import_module(f"servegym.envs.{family.name}.env"), {}
     for other in dict.fromkeys((view, *family.views)):
         env = getattr(module, f"{family.views[other].partition('-')[0]}Env")
-        known[other] = shapes_of(env.make_observation_space(env.make_problem(problem.arguments)))
+        made = env.make_problem(dict(problem.arguments))
+        known[other] = shapes_of(env.make_observation_space(made))
         if known[other] == policy.observation_shapes:
             return other
     has = "; ".join(f"{name} {shapes.get('', 'Dict')}" for name, shapes in known.items())

@@ -117,7 +117,7 @@ def test_a_cheat_in_a_process_of_its_own_plays_as_without_its_tricks(tmp_path: P
 def test_the_world_is_not_the_policys_to_choose(family: str) -> None:
     record = family_named(family)
     world = {"model": "toy"} if family in ("serverless", "placement") else {}
-    arguments = set(problem_of(record.env_id, world).arguments)
+    arguments = set(dict(problem_of(record.env_id, world).arguments))
     interface = set(report_of(record).interface)
     assert interface < arguments
     for argument in arguments - interface:
