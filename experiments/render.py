@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from servegym._checks import whole
 from servegym._command_line import parse_settings
 from servegym.envs.families import family_of
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable, write_text
 from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
 from servegym.experiments.evaluation.reporting import report_of
@@ -125,7 +125,7 @@ def _write_video(frames: list[Any], fps: int, out: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym render``."""
-    parser = argparse.ArgumentParser(prog="servegym render", description="Show a policy at work.")
+    parser = command_parser("render")
     add = parser.add_argument
     text = "id of an environment, see `servegym list`; by default that of the run, with its "
     add("env_id", nargs="?", metavar="ENV_ID", help=text + "arguments")

@@ -10,6 +10,7 @@ import numpy as np
 
 from servegym._files import write_columns
 from servegym.envs.workloads.traces import read_requests
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable
 
 REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
@@ -17,10 +18,7 @@ REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "ou
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym replay",
-        description="Replay a trace of requests on one expert and write each request's times.",
-    )
+    parser = command_parser("replay")
     add = parser.add_argument
     add("--profile", required=True, help="profile, see `servegym profiles`")
     text = "CSV or JSONL: arrival_s, prompt_tokens, output_tokens, or a published trace"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.agents.lib.evaluation import RULES
 from servegym.envs.families import find_family
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable, write_text
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.papers.plotting import (
@@ -51,6 +50,8 @@ def draw_runs(runs: Sequence[Path]) -> bytes:
     Raises:
         ValueError: If a folder is no run or has no evaluation, or the families differ.
     """
+    from servegym.agents.lib.evaluation import RULES  # needs torch, which a log does not
+
     curves: dict[Path, list[dict[str, Any]]] = {}
     problems: dict[str, Path] = {}
     family = None
@@ -99,10 +100,7 @@ def draw_runs(runs: Sequence[Path]) -> bytes:
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym plot``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym plot",
-        description="Draw the learning curves of trainings, beside the level of the family's rule.",
-    )
+    parser = command_parser("plot")
     text = "folders of trainings of one family"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
     text = "FILE.png (curve.png in the first folder)"

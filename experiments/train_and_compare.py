@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from servegym._command_line import run_main
+from servegym._command_line import interrupt_on_signals, run_main
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_text
@@ -57,7 +57,6 @@ BASELINES = NAMED + tuple(
 """Every heuristic that is no control and knows no more than a router can."""
 STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations at equal distances
 EVERY_S = 10.0  # between two lines at least
-SIGNALS = signal.SIGINT, signal.SIGTERM
 SAVES_WITHIN_S = 60.0  # after a signal a training that has not ended is killed
 Rows = list[dict[str, Any]]
 
@@ -104,20 +103,13 @@ def play(policy: str, training: int | None, rate: float, episodes: int, quick: b
 
 def end_training(child: subprocess.Popen[bytes], _: object, error: object, *__: object) -> None:
     """End a training by the signal that ended this program, and wait until its policy is saved."""
-    number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else SIGNALS[-1]
-    child.send_signal(number)  # does nothing if it has ended
+    stopped = isinstance(error, KeyboardInterrupt) and error.args
+    child.send_signal(stopped[0] if stopped else signal.SIGTERM)  # does nothing if it has ended
     try:
         child.wait(SAVES_WITHIN_S)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-def stop(number: int, _: object) -> NoReturn:
-    """Raise KeyboardInterrupt with the number of a signal; those that follow are ignored."""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt(number)
 
 
 class Progress:
@@ -394,15 +386,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"--out: {error}")
 
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
-    try:
-        train_and_compare(args, words)
-    except KeyboardInterrupt as signalled:
-        say_what_is_left(args.out, trains)
-        return 128 + signalled.args[0]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with interrupt_on_signals():
+        try:
+            train_and_compare(args, words)
+        except KeyboardInterrupt as signalled:
+            say_what_is_left(args.out, trains)
+            return 128 + signalled.args[0]
     return 0
 
 

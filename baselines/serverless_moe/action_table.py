@@ -149,7 +149,8 @@ class ActionTable:
         local = (model.num_experts - self.members) * float(model.expert_mb.sum())
         specs = model.main_specs_mb
         least = smallest_specs(specs, local + model.token_mb * most)
-        self.main_mb = smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
+        spare = least[:, None] + system.arguments.w_headroom_mb
+        self.main_mb = smallest_specs(specs, spare)  # (S, W)
 
     def sets(self, frequency: NDArray) -> RemoteSets:
         """Remote sets and replicas of a predicted activation matrix (L, K), cached."""
@@ -184,7 +185,7 @@ class ActionTable:
             sets.share
         )
         least = smallest_specs(specs, need)
-        return smallest_specs(specs, least[..., None] + self.system.y_headroom_mb)
+        return smallest_specs(specs, least[..., None] + self.system.arguments.y_headroom_mb)
 
     def replicas(self, sets: RemoteSets, n_in: float) -> NDArray[np.int64]:
         """Replicas of each layer and headroom, (S, L, Z)."""
@@ -192,7 +193,7 @@ class ActionTable:
         body = sets.top * (model.top_k * n_in * model.token_mb)
         fits = body <= model.payload_mb
         least = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, model.z_max)
-        return np.minimum(least[..., None] + self.system.z_headroom, model.z_max)
+        return np.minimum(least[..., None] + self.system.arguments.z_headroom, model.z_max)
 
     def choices(self, frequency: NDArray, n_in: float) -> CandidateActions:
         """All actions for a prompt of ``n_in`` tokens."""
@@ -314,10 +315,11 @@ def evaluate_actions(
     ttft = planned.prefill_s + planned.cold_s
     tpot = np.broadcast_to(planned.decode_s / max(n_out, 1), ttft.shape)
     late = _chance(ttft, ttft_limit_s, spread) + _chance(tpot, tpot_limit_s, spread)
-    reward = -cost / mix_usd - system.penalty * late
+    penalty = system.arguments.penalty
+    reward = -cost / mix_usd - penalty * late
     fits = _feasible(system, c, tokens, top, load.decode_sets is not None, spread)
     if fits is not None:
-        reward = fits * reward - (1.0 - fits) * (1.0 + 2.0 * system.penalty)
+        reward = fits * reward - (1.0 - fits) * (1.0 + 2.0 * penalty)
     return ActionValues(reward, cost, ttft, tpot, mix_usd)
 
 
@@ -354,7 +356,7 @@ def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctio
     fresh = np.broadcast_to(c.replicas[:, :, None], (*c.memory_mb.shape, c.replicas.shape[2]))
     fresh = fresh * used[:, None, None, None]
     main_cold = np.ones(c.main_mb.shape)
-    if warm is not None and system.keep_alive_s > 0.0:
+    if warm is not None and system.arguments.keep_alive_s > 0.0:
         # All or no experts remote: both orders give the same sets.
         either = (c.members == 0) | (c.members == model.num_experts)
         same_sets = (c.order == warm.order) & ((c.order == 1) | warm.same)

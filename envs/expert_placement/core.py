@@ -101,9 +101,10 @@ def action_space(problem: Problem) -> spaces.Dict:
     """The action space of one system, by the problem's mode."""
     c = problem.cluster
     plan: spaces.Space
-    if problem.action_mode in ("layer_budget", "layer_height"):
+    mode = problem.arguments.action_mode
+    if mode in ("layer_budget", "layer_height"):
         plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers), np.float32)
-    elif problem.action_mode == "expert_score":
+    elif mode == "expert_score":
         plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers, c.experts), np.float32)
     else:
         plan = spaces.MultiBinary([c.num_gpus, c.layers, c.experts])
@@ -157,20 +158,20 @@ class PlacementEpisode:
         self.simulator.begin(self.requests, self._start)
         self.epoch = 0
         self.adopted = 0
-        self.changed_s = -problem.history_requests * float(problem.interarrival_s.mean())
+        self.changed_s = -problem.arguments.history_requests * float(problem.interarrival_s.mean())
         self.arrived = np.zeros(problem.cluster.num_servers, dtype=np.int64)
-        self.local_ratio = np.full((problem.epochs, problem.cluster.num_servers), np.nan)
+        self.local_ratio = np.full((problem.arguments.epochs, problem.cluster.num_servers), np.nan)
 
     def _draw_requests(self, random: np.random.Generator) -> Requests:
         problem = self.problem
-        span = problem.epochs * problem.epoch_s
+        span = problem.arguments.epochs * problem.arguments.epoch_s
         servers = problem.cluster.num_servers
         number = random.poisson(span / problem.interarrival_s)
         home = np.repeat(np.arange(servers), number)
         arrival = random.uniform(0.0, span, len(home))
         order = np.argsort(arrival, kind="stable")
         home, arrival = home[order], arrival[order]
-        low, high = problem.output_tokens
+        low, high = problem.output_range
         return Requests(
             home=home,
             arrival=arrival,
@@ -180,9 +181,8 @@ class PlacementEpisode:
         )
 
     def _draw_prompts(self, random, rows, home, arrival) -> np.ndarray:
-        problem = self.problem
-        tasks = len(rows)
-        turn = (arrival // problem.rotate_s).astype(np.int64) if problem.rotate_s > 0 else 0
+        tasks, rotate_s = len(rows), self.problem.arguments.rotate_s
+        turn = (arrival // rotate_s).astype(np.int64) if rotate_s > 0 else 0
         task = (home + turn) % tasks
         sizes = np.array([len(of_task) for of_task in rows])
         at = (random.random(len(home)) * sizes[task]).astype(np.int64)
@@ -191,9 +191,9 @@ class PlacementEpisode:
 
     def _draw_history(self, random: np.random.Generator) -> np.ndarray:
         problem = self.problem
-        home = np.repeat(np.arange(problem.cluster.num_servers), problem.history_requests)
+        home = np.repeat(np.arange(problem.cluster.num_servers), problem.arguments.history_requests)
         prompt = self._draw_prompts(random, problem.history_rows, home, np.zeros(len(home)))
-        low, high = problem.output_tokens
+        low, high = problem.output_range
         outputs = random.integers(low, high + 1, len(home))
         return self.simulator.count_assignments(home, prompt, outputs)
 
@@ -204,7 +204,7 @@ class PlacementEpisode:
 
     def decode(self, plan: np.ndarray) -> np.ndarray:
         """The feasible placement, uint8 ``(G, L, E)``, that a plan of the action space means."""
-        cluster, mode = self.problem.cluster, self.problem.action_mode
+        cluster, mode = self.problem.cluster, self.problem.arguments.action_mode
         if mode == "placement":
             return repair_placement(cluster, plan, self.counts())
         of = {
@@ -223,12 +223,12 @@ class PlacementEpisode:
             Request-seconds that each server's requests spent in the system ``(N,)``, whether a
             change was adopted, and whether the episode has ended.
         """
-        problem, sim = self.problem, self.simulator
-        if problem.simulator.serving == "offload":
+        arguments, sim = self.problem.arguments, self.simulator
+        if arguments.serving == "offload":
             placement = None  # caches fill themselves
         adopted = placement is not None and not np.array_equal(placement, sim.target())
         if placement is not None and adopted:
-            sim.adopt(placement, at_once=problem.free_start and self.epoch == 0)
+            sim.adopt(placement, at_once=arguments.free_start and self.epoch == 0)
             self.history = None
             self.changed_s = sim.now
             self.adopted += 1
@@ -238,8 +238,8 @@ class PlacementEpisode:
         local, remote = (server[name].copy() for name in names)
         self.arrived = server["arrived"].copy()
         self.epoch += 1
-        sim.run(self.epoch * problem.epoch_s)
-        ended = self.epoch == problem.epochs
+        sim.run(self.epoch * arguments.epoch_s)
+        ended = self.epoch == arguments.epochs
         if ended:
             sim.run()
         server = sim.state.server
@@ -250,12 +250,11 @@ class PlacementEpisode:
 
     def rewards(self, area: np.ndarray) -> np.ndarray:
         """The servers' parts of the reward ``(N,)``, by their request-seconds ``(N,)``."""
-        problem = self.problem
-        if problem.reward == "latency":
-            return -area / problem.expected_arrivals
-        arrivals = problem.epoch_s / problem.interarrival_s  # expected arrivals of each server
+        arrivals = self.problem.expected_arrivals
+        if self.problem.arguments.reward == "latency":
+            return -area / float(arrivals.sum())
         log_latency = np.log(np.maximum(area / arrivals, LEAST_LATENCY_S))
-        return -log_latency * arrivals / problem.expected_arrivals
+        return -log_latency * arrivals / float(arrivals.sum())
 
     # ---------------------------------------------------------------------------- looking at it
 
@@ -305,7 +304,7 @@ class PlacementEpisode:
             "loads_left": clip(left, float(c.layers * c.experts)),
             "memory": clip(state.gpu["used"] / np.maximum(c.slots, 1), 2.0),
             "placement": sim.target().astype(np.int8),
-            "progress": clip(np.array([self.epoch / problem.epochs]), 1.0),
+            "progress": clip(np.array([self.epoch / problem.arguments.epochs]), 1.0),
             "seconds_per_token": clip(self.seconds_per_token(), MAX_SECONDS),
             "window_s": clip(np.array([now - self.changed_s]), 1e9),
         }
@@ -426,9 +425,10 @@ class PlacementBatch(Batch):
         self.problem = problem
         self.episodes = [PlacementEpisode(problem) for _ in range(num_rows)]
         servers = problem.cluster.num_servers
-        self.terms = (problem.reward,)
+        reward = problem.arguments.reward
+        self.terms = (reward,)
         if servers <= MAX_LISTED_SERVERS:
-            self.terms = tuple(f"{problem.reward}_server_{n}" for n in range(servers))
+            self.terms = tuple(f"{reward}_server_{n}" for n in range(servers))
         self.observation: Any = create_empty_array(observation_space(problem), num_rows)
         self.action_mask = np.zeros((num_rows, 0), dtype=np.int8)
         self.out = np.zeros((num_rows, len(self.terms) + 1))

@@ -20,13 +20,6 @@ from servegym.envs.prefix_routing.outcomes import outcomes_of
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import LOG_SOURCES, put_replicas, put_requests
 
-REWARD_TERMS = {
-    steps.SLO: ("met",),
-    steps.TTFT: ("ttft",),
-    steps.SCORE: ("score",),
-    steps.DENSE: ("dense",),
-}
-
 REQUEST_LOG = np.dtype(
     [
         ("arrival_s", "f8"),
@@ -86,9 +79,9 @@ def observation_space(problem: Problem) -> spaces.Space:
     n = problem.num_replicas
     high, low = np.array(REPLICA_HIGH, np.float32), np.array(REPLICA_LOW, np.float32)
     top = np.array(REQUEST_HIGH, np.float32)
-    if problem.view != DICT:
+    if problem.arguments.view != DICT:
         bottom, zeros = np.where(low < 0, -1.0, 0.0).astype(np.float32), np.zeros_like(top)
-        if problem.view == SUMMARY:
+        if problem.arguments.view == SUMMARY:
             bottom = np.tile(np.append(bottom, zeros), (n, 1))
             return spaces.Box(bottom, np.ones_like(bottom), dtype=np.float32)
         bottom = np.append(zeros, np.tile(np.append(bottom, zeros[:1]), n))
@@ -108,7 +101,7 @@ def observation_space(problem: Problem) -> spaces.Space:
 
 def action_space(problem: Problem) -> spaces.Discrete:
     """One of the replicas, or with ``admission`` none."""
-    return spaces.Discrete(problem.num_replicas + problem.admission)
+    return spaces.Discrete(problem.num_replicas + problem.arguments.admission)
 
 
 class PrefixBatch(Batch):
@@ -144,19 +137,19 @@ class PrefixBatch(Batch):
             request=np.zeros((num_rows, width), dtype=np.float32),
             ids=np.zeros((num_rows, 2), dtype=np.int32),
             time_s=np.zeros((num_rows, 1), dtype=np.float32),
-            scaled=np.zeros((num_rows, scaled[problem.view]), dtype=np.float32),
+            scaled=np.zeros((num_rows, scaled[problem.arguments.view]), dtype=np.float32),
             high=np.array([*REQUEST_HIGH, *(REPLICA_HIGH * n)], dtype=np.float32),
-            mask=np.zeros((num_rows, n + problem.admission), dtype=np.int8),
+            mask=np.zeros((num_rows, n + problem.arguments.admission), dtype=np.int8),
             reward=np.zeros((num_rows, 2)),
         )
         self.out, self.action_mask = self.buffers.reward, self.buffers.mask
         self.observation: Any = self.buffers.scaled
-        if problem.view == SUMMARY:
+        if problem.arguments.view == SUMMARY:
             self.observation = self.buffers.scaled.reshape(num_rows, n, features + width)
-        elif problem.view == DICT:
+        elif problem.arguments.view == DICT:
             names = ("ids", "replicas", "request", "time_s")
             self.observation = {name: getattr(self.buffers, name) for name in names}
-        self.terms = REWARD_TERMS[int(problem.settings["reward"][0])]
+        self.terms = ("met",) if problem.arguments.reward == "slo" else (problem.arguments.reward,)
         which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
         arguments = self._arguments()
         ended = problem.settings, self.systems.request[:0], np.zeros(0)
@@ -203,8 +196,8 @@ class PrefixBatch(Batch):
             tpot_slo_s=float(problem.settings["tpot_s"][0]),
             replicas={
                 "speed": problem.speed,
-                "kv_tokens": problem.capacity * problem.block_size,
-                "max_num_seqs": problem.tables.config["max_running"][0],
+                "kv_tokens": problem.capacity * problem.arguments.block_size,
+                "max_num_seqs": problem.arguments.max_num_seqs,
                 "capacity": problem.index_entries,
             },
         )
@@ -425,4 +418,4 @@ def action_words(problem: Problem) -> str:
     """What the actions are, for messages."""
     most = problem.num_replicas - 1
     words = f"0 to {most} name a replica"
-    return f"{words}, {most + 1} rejects the request" if problem.admission else words
+    return f"{words}, {most + 1} rejects the request" if problem.arguments.admission else words

@@ -99,7 +99,7 @@ def observation_space(problem: Problem) -> spaces.Space:
 
 def flat_width(problem: Problem) -> int:
     """Width of the flat view: 15 features and four for every remote ratio."""
-    return 15 + 4 * len(problem.levels)
+    return 15 + 4 * len(problem.tables.members)
 
 
 _SLICES = {
@@ -126,7 +126,7 @@ class ServerlessBatch(Batch):
         self.num_rows = num_rows
         self.terms = REWARD_TERMS
         c = problem.tables.cfg[0]
-        length, layers, experts = problem.episode_requests, int(c["layers"]), int(c["experts"])
+        length, layers, experts = int(c["requests"]), int(c["layers"]), int(c["experts"])
         is_flat = int(c["flat_view"]) == layout.FLAT
         self.arrays = layout.Batch(
             requests=np.zeros((num_rows, length), dtype=layout.REQUEST),
@@ -185,31 +185,31 @@ class ServerlessBatch(Batch):
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: requests, their lengths and SLOs, gaps and overheads."""
-        p, r = self.problem, self.arrays.requests[row]
-        n = p.episode_requests
+        p, a, r = self.problem, self.problem.arguments, self.arrays.requests[row]
+        n = a.episode_requests
         prompts = p.rows[random.integers(0, len(p.rows), n)]
         start = p.tables.recorded.bank_start
         r["prompt"] = prompts
         r["offset"] = random.integers(0, start[prompts + 1] - start[prompts])
         for name, law in zip(("n_in", "n_out"), p.lengths, strict=True):
             r[name] = law[0] if len(law) == 1 else sample_lengths(law, random.random(n))
-        error = random.standard_normal(n) * p.output_error
+        error = random.standard_normal(n) * a.output_error
         r["n_out_predicted"] = np.clip(r["n_out"] * np.exp(error), 1.0, p.max_output_tokens)
         limits = p.slo[random.integers(0, len(p.slo), n)]
         r["ttft_limit"], r["tpot_limit"] = limits[:, 0], limits[:, 1]
         classes = np.searchsorted(
-            np.cumsum([share for share, _ in p.idle_s])[:-1], random.random(n), side="right"
+            np.cumsum([share for share, _ in a.idle_s])[:-1], random.random(n), side="right"
         )
         r["gap"] = (
-            random.standard_exponential(n) * np.array([mean for _, mean in p.idle_s])[classes]
+            random.standard_exponential(n) * np.array([mean for _, mean in a.idle_s])[classes]
         )
-        regimes = len(p.trem_s)
-        moves = (random.random(n + 1) < p.trem_switch).astype(np.int64)
+        regimes = len(a.trem_s)
+        moves = (random.random(n + 1) < a.trem_switch).astype(np.int64)
         if regimes > 1:
             moves *= random.integers(1, regimes, n + 1)
         regime = (random.integers(0, regimes) + np.cumsum(moves)) % regimes
-        spread = random.standard_normal(self.arrays.trem.shape[1:]) * p.trem_sigma
-        self.arrays.trem[row] = p.trem_s[regime][:, None] * np.exp(spread)
+        spread = random.standard_normal(self.arrays.trem.shape[1:]) * a.trem_sigma
+        self.arrays.trem[row] = np.array(a.trem_s)[regime][:, None] * np.exp(spread)
         for index in range(self.arrays.deployment.shape[1]):
             self._deploy(row, index)
 
@@ -229,7 +229,7 @@ class ServerlessBatch(Batch):
     def _deploy(self, row: int, index: int) -> None:
         """Reckon what the problem's deployment takes for a drawn request."""
         p, d = self.problem, self.arrays.deployment[row, index]
-        served = serve(p.arguments["deployment"], p.system, self.request(row, index))
+        served = serve(p.arguments.deployment, p.system, self.request(row, index))
         for name in served._fields:
             d[name] = getattr(served, name)
 

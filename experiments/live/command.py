@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from servegym.experiments.cli import command_parser
 from servegym.experiments.live.fleet_file import Endpoint
 
 FOLDER = Path("servegym-real")
@@ -21,9 +21,7 @@ def _lines(servers: Sequence[tuple[Endpoint, str]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym real``; 1 if ``status`` finds a server that does not answer."""
-    parser = argparse.ArgumentParser(
-        prog="servegym real", description="Real inference servers beside the simulator (Linux)."
-    )
+    parser = command_parser("real")
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("up", help="start the servers of FLEET.toml in the background")
     start.add_argument("fleet", type=Path, metavar="FLEET.toml")

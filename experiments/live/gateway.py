@@ -145,6 +145,7 @@ class GatewayRouter:
         clock: Callable[[], float] = time.monotonic,
         budget_s: float | None = 0.01,
     ) -> None:
+        from servegym.experiments.evaluation.guest import IN_PROCESS
         from servegym.experiments.evaluation.resolve import resolve
 
         if budget_s is not None and not budget_s > 0:
@@ -153,7 +154,7 @@ class GatewayRouter:
         if self.problem.fleets is not None:
             raise ValueError("fleet is drawn anew in every episode; describe one fleet")
         self.system = describe_system(self.problem)
-        resolved = resolve(policy, self.problem, family_named("llm_routing"), in_process=True)
+        resolved = resolve(policy, self.problem, family_named("llm_routing"), guests=IN_PROCESS)
         if resolved.env_view != "graph" or resolved.needs_env:
             reads = "the environment" if resolved.needs_env else f"view {resolved.env_view!r}"
             raise ValueError(
@@ -162,7 +163,7 @@ class GatewayRouter:
         self.name, self.policy = resolved.name, resolved.policy
         self.policy.reset(1, seed=0)
         self.clock, self.budget_s = clock, budget_s
-        self.latency_requirement_s = float(np.mean(self.problem.latency_requirement_s))
+        self.latency_requirement_s = float(np.mean(self.problem.arguments.latency_requirement_s))
         self.counters = Counters()
         self.off = ""
         self._blocked_calls = 0

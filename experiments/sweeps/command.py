@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from servegym._checks import whole
 from servegym._command_line import parse_settings
+from servegym.experiments.cli import command_parser
 from servegym.experiments.sweeps.spec import list_sweeps, read_sweep
 
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym sweep``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym sweep",
-        description="Search an agent's hyper-parameters; a sweep that was stopped resumes.",
-    )
+    parser = command_parser("sweep")
     add = parser.add_argument
     text = "a sweep file in wandb's format, or a shipped one by name"
     add("file", nargs="?", help=text)

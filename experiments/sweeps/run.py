@@ -9,22 +9,19 @@ arguments.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import optuna
 from optuna.distributions import (
@@ -36,10 +33,12 @@ from optuna.distributions import (
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from servegym._files import naming
+from servegym._command_line import interrupt_on_signals
+from servegym._files import locked, naming
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import Lines, as_png
+from servegym.experiments.runs import read_metrics
 from servegym.experiments.sweeps.spec import Parameter, Sweep
 
 JOURNAL = "study.journal"
@@ -82,7 +81,7 @@ def run_sweep(
     trials = min(trials, sweep.run_cap or trials)
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder), interrupt_on_sigterm():
+    with lock(folder), interrupt_on_signals():
         mend_journal(folder / JOURNAL)
         save_definition(folder, sweep, fixed or {})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -101,32 +100,9 @@ def run_sweep(
     return folder
 
 
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> BinaryIO:
     """Hold the folder of a sweep or a tuning; refuse one that another process holds."""
-    with (folder / "lock").open("ab") as file:  # unlocked when it is closed
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out is {str(folder)!r}, where another process is at work") from None
-        yield
-
-
-@contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM as on Ctrl-C, so that no child outlives its parent."""
-
-    def interrupt(number: int, _: Any) -> None:
-        raise KeyboardInterrupt(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return locked(folder / "lock", f"out is {str(folder)!r}, where another process is at work")
 
 
 def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:
@@ -249,13 +225,12 @@ class _Runs:
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir(parents=True)
         values: list[float] = []
-        offset = 0
 
         def report_evaluations() -> bool:
             """Report what is new in the log; whether the pruner wants the run to end."""
-            nonlocal offset
-            new, offset = new_evaluations(run / "metrics.jsonl", offset, self.sweep.metric)
             prune = False
+            logged = [row.get(self.sweep.metric) for row in read_metrics(run)]
+            new = [float(value) for value in logged if value is not None][len(values) :]
             for value in new:
                 values.append(value)
                 with self.lock:
@@ -299,7 +274,8 @@ class _Runs:
                 self.failed += 1
                 outcome = f"failed with status {status}, see {run / 'output.log'}"
                 if status == 0:
-                    there = ", ".join(sorted(logged_names(run / "metrics.jsonl"))) or "nothing"
+                    names = {name for row in read_metrics(run) for name in row}
+                    there = ", ".join(sorted(names)) or "nothing"
                     outcome = self.lacks = (
                         f"metric {self.sweep.metric!r} is not in the log of {run.name}; in it are: "
                         f"{there}"
@@ -389,25 +365,6 @@ def run_process(command: list[str], log: Path, stop: Callable[[], bool]) -> int 
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-
-
-def new_evaluations(log: Path, offset: int, metric: str) -> tuple[list[float], int]:
-    """Values of the metric in the whole lines after a byte of a log, and where the lines end."""
-    try:
-        with open(log, "rb") as stream:
-            stream.seek(offset)
-            text = stream.read()
-    except FileNotFoundError:
-        return [], offset
-    end = text.rfind(b"\n") + 1
-    values = (json.loads(line).get(metric) for line in text[:end].splitlines())
-    return [float(value) for value in values if value is not None], offset + end
-
-
-def logged_names(log: Path) -> set[str]:
-    """Names of the numbers in a log."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return {name for line in lines for name in json.loads(line)}
 
 
 def agent_command(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:

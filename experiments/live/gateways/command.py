@@ -11,6 +11,7 @@ from typing import Any
 
 from servegym._command_line import parse_settings
 from servegym._files import write_text
+from servegym.experiments.cli import command_parser
 from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways.gate import Gate, fleet_arguments, from_metadata
@@ -89,9 +90,7 @@ def _write_litellm(
 
 def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym gateway litellm | endpoint-picker``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym gateway", description="A policy inside a gateway before your servers."
-    )
+    parser = command_parser("gateway")
     kinds = parser.add_subparsers(dest="kind", required=True)
     litellm = kinds.add_parser("litellm", help="write the files of LiteLLM's proxy")
     picker = kinds.add_parser(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs.llm_routing.arguments import MAX_CAPACITY, RoutingArguments
+from servegym.envs.llm_routing.config import MAX_CAPACITY, RoutingArguments
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.breakers import PARDONED, Breakers
@@ -185,7 +185,8 @@ class Ticket:
         """The gateway has sent it to another expert itself: that of before has failed."""
         gate = self.gate
         with gate.lock:
-            if self.id not in gate.open or not 0 <= expert < len(gate.names):
+            there = 0 <= expert < len(gate.names) and expert != self.expert
+            if self.id not in gate.open or not there:
                 return
             gate.tell(self, "failed")
             gate.send(self, expert)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from servegym._checks import real
 from servegym._command_line import run_main
+from servegym.experiments.cli import command_parser
 from servegym.experiments.live import fleet_file
 from servegym.experiments.live.serve.faults import KINDS, parse_fault
 from servegym.hardware_profiles import list_profiles, load
@@ -41,13 +42,7 @@ def _profile(options: argparse.Namespace, folder: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym serve",
-        description=(
-            "Serve simulated GPUs as OpenAI-compatible endpoints: vLLM's scheduler, prefix cache "
-            "and metrics in real or scaled time."
-        ),
-    )
+    parser = command_parser("serve")
     add = parser.add_argument
     add("fleet", nargs="?", type=Path, metavar="FLEET.toml", help="servers, each with a profile")
     add("--card", help="instead of FLEET.toml: the card of all servers, such as h100")

@@ -86,12 +86,12 @@ def test_features_are_what_they_say():
     rng, met = np.random.default_rng(0), np.zeros(features.F)
     for _ in range(50):
         seen = batch.observation
-        found, load = features.features(seen, batch.problem.block_size)
+        found, load = features.features(seen, batch.problem.arguments.block_size)
         row, n = rng.integers(3, size=2)
-        slow = slow_features(seen, row, n, batch.problem.block_size)
+        slow = slow_features(seen, row, n, batch.problem.arguments.block_size)
         assert tuple(slow) == features.FEATURES
         np.testing.assert_allclose(found[row, n], list(slow.values()), rtol=2e-5, atol=2e-6)
-        up = [slow_features(seen, row, k, batch.problem.block_size) for k in range(3)]
+        up = [slow_features(seen, row, k, batch.problem.arguments.block_size) for k in range(3)]
         mean = np.mean([one["backlog"] + one["blocks"] for one in up])
         assert load[row] == pytest.approx(min(mean, 2.0), rel=1e-4)
         met += found[row, n] != 0

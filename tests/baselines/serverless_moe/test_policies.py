@@ -32,7 +32,7 @@ def test_system_describes_the_problem():
     env = make_env()
     system = ServerlessSystem.from_env(env)
     assert system.nvec.tolist() == env.problem.nvec.tolist()
-    assert system.model.bill_cold_start and system.keep_alive_s == 300.0
+    assert system.model.bill_cold_start and system.arguments.keep_alive_s == 300.0
     assert system.reuse_chance() == pytest.approx(
         0.7 * (1 - np.exp(-300 / 20)) + 0.3 * (1 - np.exp(-300 / 1500))
     )

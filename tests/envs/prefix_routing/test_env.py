@@ -167,7 +167,7 @@ def test_replicas_serve_as_in_a_replay_of_the_same_assignment(played):
         max_num_seqs=8,
         max_num_batched_tokens=256,
         kv_tokens=6000,
-        async_scheduling=problem.arguments["async_scheduling"],
+        async_scheduling=problem.arguments.async_scheduling,
     )
     for name, source in (("first_token_s", "first"), ("finish_s", "finish")):
         assert found[source] == pytest.approx(replayed[name], rel=1e-9)
@@ -227,7 +227,7 @@ def test_score_counts_what_each_request_took_of_its_objectives(failures):
     envs = PrefixRoutingVectorEnv(num_envs=3, autoreset_mode="Disabled", **kwargs)
     envs.reset(seed=0)
     reader, paid, told = OutcomeReader(envs), np.zeros(3), np.zeros(3)
-    for k in range(envs.problem.episode_requests):
+    for k in range(envs.problem.arguments.episode_requests):
         _, reward, _, _, info = envs.step(np.full(3, k % 3))
         paid += reward
         for ended in reader.read():
@@ -284,7 +284,7 @@ def test_scenarios_can_be_played(scenario):
     requests, predicted = problem.draw(np.random.default_rng(0))
     assert len(predicted) == requests.check().num_requests == 50
     longest = requests.prompt_tokens.astype(np.int64) + requests.output_tokens
-    assert longest.max() <= (problem.capacity * problem.block_size).min()
+    assert longest.max() <= (problem.capacity * problem.arguments.block_size).min()
 
 
 @pytest.mark.parametrize(
