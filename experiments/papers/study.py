@@ -10,7 +10,6 @@ are there and measures nothing.
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import shlex
 import sys
@@ -18,7 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 from servegym._checks import choose
 from servegym.envs.families import family_named
@@ -233,29 +233,21 @@ def _draw_into(options: Options, study: Study, *folders: Path) -> None:
         print(options.out / f"{study.name}.png")
 
 
-class Module(NamedTuple):
-    """A module of studies: its own name, its import name, the first line of its docstring."""
-
-    name: str
-    module: str
-    description: str
-
-
-def list_modules(family: str) -> list[Module]:
-    """The modules of a family's studies in alphabetical order, read without importing them.
+def list_modules(family: str) -> dict[str, ModuleType]:
+    """The modules of a family's studies by name, in alphabetical order.
 
     Raises:
         ValueError: If the family is unknown.
     """
-    family = family_named(family).group
-    modules = []
-    for path in sorted((Path(__file__).parent / family).glob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        if "\nSTUDIES = " in source:
-            first = (ast.get_docstring(ast.parse(source)) or "").split("\n", 1)[0]
-            name = f"servegym.experiments.papers.{family}.{path.stem}"
-            modules.append(Module(path.stem, name, first))
-    return modules
+    group = family_named(family).group
+    names = sorted(path.stem for path in (Path(__file__).parent / group).glob("*.py"))
+    package = f"servegym.experiments.papers.{group}"
+    modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "STUDIES")}
+
+
+def _title(module: ModuleType) -> str:
+    return (module.__doc__ or "").partition("\n")[0]
 
 
 def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> int:
@@ -272,15 +264,15 @@ def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] 
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.
     """
-    modules = {module.name: module for module in list_modules(family)}
+    modules = list_modules(family)
     failed = 0
-    for module in [modules[choose("only", name, modules)] for name in only] or modules.values():
-        print(f"{module.name}: {module.description}", flush=True)
+    for name in [choose("only", name, modules) for name in only] or modules:
+        print(f"{name}: {_title(modules[name])}", flush=True)
         begin = time.perf_counter()
-        status = importlib.import_module(module.module).main(list(arguments)) or 0
+        status = modules[name].main(list(arguments)) or 0
         failed += bool(status)
         result = f"failed with status {status}" if status else "done"
-        print(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
+        print(f"{name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
     return failed
 
 
@@ -301,9 +293,9 @@ def main(argv: Sequence[str]) -> int:
     options, words = parser.parse_known_args(argv)
     if options.list:
         modules = list_modules(options.family)
-        width = max((len(figure.name) for figure in modules), default=0)
-        for figure in modules:
-            print(f"{figure.name:<{width}}  {figure.description}")
+        width = max(map(len, modules))
+        for name, module in modules.items():
+            print(f"{name:<{width}}  {_title(module)}")
         return 0
     words += ["--draw"] if options.draw else []
     return int(run_modules(options.family, options.only, words) > 0)
@@ -315,8 +307,7 @@ def list_pictures(family: str) -> dict[str, Study]:
     Raises:
         ValueError: If the family is unknown.
     """
-    modules = [importlib.import_module(module.module) for module in list_modules(family)]
-    studies = [study for module in modules for study in module.STUDIES]
+    studies = [study for module in list_modules(family).values() for study in module.STUDIES]
     return {study.name: study for study in studies if study.picture is not None}
 
 
