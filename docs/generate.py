@@ -424,11 +424,9 @@ def results() -> list[dict[str, str]]:
         if (RESULTS / family / f"{TABLE}.csv").exists():
             tables = [read_rows(RESULTS / family / f"{name}.csv") for name in (CURVE, TABLE)]
             pictures[TABLE] = plot(*tables)
-        lines = [f"# Results: {title}", ""]
-        lines += [
-            f"`servegym figures {family}` draws these; tables: `experiments/results/{family}`."
-        ]
-        lines += [""]
+        text = f"`servegym figures {family}` makes the figures of the paper; each table in "
+        text += f"`experiments/results/{family}` names its command."
+        lines = [f"# Results: {title}", "", text, ""]
         for path in sorted((RESULTS / family).glob("*.json"), key=place):
             record = read_record(path)
             png = pictures.get(path.stem)
