@@ -247,7 +247,8 @@ def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
         flags = runs[0].split(f".{name} ")[1].partition("--seed ")[0]
     words = f"python agents/{name}.py {flags}".strip()
     table, _, commit = table.partition(" (code: commit ")
-    of_all = f"{table}  # all trainings and the table, by the code of commit {commit.rstrip(')')}"
+    of_all = f"{table}  # all trainings and the table"
+    of_all += f", by the code of commit {commit.rstrip(')')}" if commit else ""
     return [f"{words} --seed 1"] * curves + [of_all]
 
 
