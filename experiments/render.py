@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import whole
-from servegym._command_line import parse_settings
+from servegym._command_line import add_settings, parse_settings
 from servegym.envs.families import family_of
 from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable, write_text
 from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
+from servegym.experiments.runs import read_args
 
 STEPS = 100
 
@@ -127,18 +128,13 @@ def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym render``."""
     parser = command_parser("render")
     add = parser.add_argument
-    text = "id of an environment, see `servegym list`; by default that of the run, with its "
-    add("env_id", nargs="?", metavar="ENV_ID", help=text + "arguments")
-    text = "policy by name, or the path of a checkpoint or of a run's folder"
-    add("--policy", help=text)
+    add("env_id", nargs="?", metavar="ENV_ID", help="see `servegym list`; by default the run's")
+    add("--policy", help="by name, or the path of a checkpoint or of a run's folder")
     add("--seed", type=int, help="seed of the episode")
-    text = "decisions to show (100; before a PNG as many as fill it)"
-    add("--steps", type=int, help=text)
+    add("--steps", type=int, help="decisions to show (100; before a PNG as many as fill it)")
     add("--fps", type=int, default=10, help="frames a second of a GIF or MP4 (%(default)s)")
-    text = "argument of the environment, key=value; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
-    text = "FILE.gif or .mp4 for all steps, FILE.png for the last. Default: RUN/NAME.gif of a "
-    text += "run's folder, else text on the terminal"
+    add_settings(parser)
+    text = "FILE.gif or .mp4 for all steps, FILE.png for the last (a run's GIF, else text)"
     add("--out", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(argv)
     whole("seed", options.seed or 0, 0, 1 << 62)
@@ -154,10 +150,7 @@ def main(argv: Sequence[str]) -> None:
     if env_id is None:
         if run is None:
             raise ValueError("ENV_ID is missing: it is found in the folder of a run alone")
-        from servegym.experiments.runs import read_args  # with a run there is torch
-
         trained = read_args(run)
-        settings = trained["env_kwargs"] | settings
-        env_id = str(trained["env_id"])
-    shown = {"seed": options.seed, "fps": options.fps, "out": out}
-    render_episode(env_id, policy, options.steps, settings, **shown)
+        env_id, settings = trained["env_id"], trained["env_kwargs"] | settings
+    seed, fps = options.seed, options.fps
+    render_episode(env_id, policy, options.steps, settings, seed=seed, fps=fps, out=out)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._command_line import parse_settings
+from servegym._command_line import add_settings, parse_settings
 from servegym._files import write_text
 from servegym.experiments.cli import command_parser
 from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
@@ -100,12 +100,9 @@ def main(arguments: Sequence[str]) -> int:
         add = one.add_argument
         add("servers", type=Path, help="file of endpoints, or FLEET.toml with fixed ports")
         add("--policy", default=POLICY, help=f"name of a policy, or a checkpoint ({POLICY})")
-        add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the environment")
-        add(
-            "--trust-metadata",
-            action="store_true",
-            help="take predictions from metadata.servegym of requests",
-        )
+        add_settings(one)
+        text = "take predictions from metadata.servegym of requests"
+        add("--trust-metadata", action="store_true", help=text)
     litellm.add_argument("--model", default="llm", help="name that clients ask for (llm)")
     litellm.add_argument("--folder", type=Path, default=FOLDER, help=f"of the files ({FOLDER})")
     picker.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")

@@ -62,22 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=0, help="of the first server, the others follow (free ones)")
     add("--speed", type=float, default=1.0, help="simulated seconds a second (1)")
     add("--seed", type=int, default=0, help="of answers and failures (0)")
-    add(
-        "--fail",
-        action="append",
-        default=[],
-        metavar="KIND[,server=NAME][,from=S][,to=S][,rate=SHARE][,status=N]",
-        help="a failure, repeatable: " + "; ".join(f"{k}: {v}" for k, v in KINDS.items()),
-    )
+    form = "KIND[,server=NAME][,from=S][,to=S][,rate=SHARE][,status=N]"
+    text = "a failure, repeatable: " + "; ".join(f"{k}: {v}" for k, v in KINDS.items())
+    add("--fail", action="append", default=[], metavar=form, help=text)
     add("--max-body-mib", type=float, default=4.0, help="largest body of a request (4)")
-    add(
-        "--dashboard",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="PORT",
-        help="a live page, at a free port if none is given",
-    )
+    text = "a live page, at a free port if none is given"
+    add("--dashboard", type=int, nargs="?", const=0, metavar="PORT", help=text)
     add("--slo-ttft", type=float, default=0.5, help="the page's objective for TTFT, seconds (0.5)")
     add("--slo-tpot", type=float, default=0.05, help="and for the time per output token (0.05)")
     add("--endpoints", type=Path, metavar="FILE", help="write the addresses there, as JSON")
