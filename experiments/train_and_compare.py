@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._checks import whole
 from servegym._command_line import interrupt_on_signals, run_main
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluation.evaluate import evaluate
@@ -314,16 +315,14 @@ def take_folder(out: Path | None, name: str, trains: bool) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         trained = [*out.glob("metrics.jsonl"), *out.glob("*.safetensors")] if trains else []
         for file in [*trained, *out.glob(f"{TABLE}*")]:
-            raise ValueError(f"{out} holds a run already ({file.name}); name another folder")
+            raise ValueError(f"--out {out} holds a run already ({file.name}); name another folder")
         return out
-    number = 1
-    while True:
-        folder = Path("runs", name if number == 1 else f"{name}_{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
+    folder, number = Path("runs", name), 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs", f"{name}_{number}")
+    folder.mkdir(parents=True)
+    return folder
 
 
 def announce(steps: int, out: Path) -> None:
@@ -375,17 +374,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
     args.steps = (2_560 if args.quick else STEPS) if args.steps is None else args.steps
-    if min(args.steps, args.episodes) < 1:
-        parser.error("--steps and --episodes must be 1 or more")
+    whole("--steps", args.steps, 1)
+    whole("--episodes", args.episodes, 1)
     for checkpoint in args.checkpoint or ():
         if not checkpoint.exists():
-            parser.error(f"--checkpoint {checkpoint} does not exist")
+            raise ValueError(f"--checkpoint {checkpoint} does not exist")
     trains = args.checkpoint is None
-    try:
-        args.out = take_folder(args.out, "train-quick" if args.quick else "train", trains)
-    except (OSError, ValueError) as error:
-        parser.error(f"--out: {error}")
-
+    args.out = take_folder(args.out, "train-quick" if args.quick else "train", trains)
     with interrupt_on_signals():
         try:
             train_and_compare(args, words)

@@ -103,7 +103,7 @@ def test_a_signal_ends_the_training_by_itself_and_is_told(tmp_path, monkeypatch,
     assert run.take_folder(folder, "train", False) == folder  # to compare what it has
 
 
-def test_no_run_is_written_over(tmp_path, monkeypatch, capsys):
+def test_no_run_is_written_over(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = [str(run.take_folder(None, "train", True)) for _ in range(3)]
     assert names == ["runs/train", "runs/train_2", "runs/train_3"]
@@ -114,9 +114,8 @@ def test_no_run_is_written_over(tmp_path, monkeypatch, capsys):
         ("runs/train_3", "first_command.csv", ["--checkpoint", "runs/train_2"]),
     ):
         Path(folder, file).touch()
-        with pytest.raises(SystemExit):
+        with pytest.raises(ValueError, match=rf"{folder} holds a run already \({file}\)"):
             run.main([*words, "--out", folder])
-        assert f"{folder} holds a run already ({file})" in capsys.readouterr().err
 
 
 def evaluation(step, qos):
@@ -180,14 +179,17 @@ def test_when_the_curve_reaches_a_level(level, when):
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [["--steps", "0"], ["--episodes", "0"], ["--checkpoint", "nowhere"], ["--out", "/proc/x/y"]],
+    ("argv", "named"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--episodes", "0"], "--episodes"),
+        (["--checkpoint", "nowhere"], "--checkpoint nowhere"),
+        (["--out", "/proc/x/y"], "/proc/x"),
+    ],
 )
-def test_bad_arguments(argv, capsys):
-    with pytest.raises(SystemExit) as stop:
+def test_bad_arguments(argv, named):
+    with pytest.raises((ValueError, OSError), match=named):
         run.main(argv)
-    assert stop.value.code == 2
-    assert argv[0] in capsys.readouterr().err
 
 
 def test_a_line_comes_every_ten_seconds(monkeypatch, capsys):

@@ -40,8 +40,6 @@ except ModuleNotFoundError as error:
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket
 from servegym.hardware_profiles.measure.openai_protocol import read_json
 
-__all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
-
 Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
