@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from servegym._checks import real
+from servegym._checks import real, whole
 from servegym._command_line import run_main
 from servegym.experiments.cli import command_parser
 from servegym.experiments.live import fleet_file
@@ -79,8 +79,7 @@ def _equal_servers(
 ) -> list[fleet_file.ServerSpec]:
     if not options.model or bool(options.card) == bool(options.profile):
         raise ValueError("give FLEET.toml, or --card and --model, or --profile and --model")
-    if not 1 <= options.replicas <= 256:
-        raise ValueError(f"replicas is {options.replicas}; it must be in 1..256")
+    whole("replicas", options.replicas, 1, 256)
     profile = _profile(options, folder)
     model = Path(options.model)
     name = options.name or options.card or "server"
@@ -91,9 +90,7 @@ def _equal_servers(
             name if options.name and options.replicas == 1 else f"{name}-{k}",
             "simulated",
             model.parent.name if model.suffix == ".json" else options.model,
-            slots=options.slots,
-            context=options.context,
-            batched_tokens=options.batched_tokens,
+            **{key: getattr(options, key) for key in ("slots", "context", "batched_tokens")},
             host=host,
             port=options.port + k if options.port else 0,
             profile=profile,
