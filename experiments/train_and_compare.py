@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import shlex
 import shutil
 import signal
@@ -307,9 +306,8 @@ def take_folder(out: Path | None, name: str) -> Path:
     """
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        for file in itertools.chain(
-            *map(out.glob, ("metrics.jsonl", "*.safetensors", f"{TABLE}*"))
-        ):
+        names = ("metrics.jsonl", "*.safetensors", f"{TABLE}*")
+        for file in [one for name in names for one in out.glob(name)]:
             raise ValueError(f"--out {out} holds a run already ({file.name}); name another folder")
         return out
     folder, number = Path("runs", name), 1
