@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ def render_episode(
     seed: int | None = None,
     fps: int = 10,
     out: Path | None = None,
-    echo: Callable[[str], object] = print,
 ) -> None:
     """Run one episode of at most ``steps`` decisions and show every state after a decision.
 
@@ -47,7 +46,6 @@ def render_episode(
         fps: Frames a second of a GIF or video.
         out: ``.gif`` or ``.mp4`` for all states, ``.png`` for the last one before the end; None
             prints text.
-        echo: Prints text.
 
     Raises:
         ModuleNotFoundError: If moviepy, which writes videos, is not installed.
@@ -66,14 +64,14 @@ def render_episode(
     frames: list[Any] = []
     state: Any = None
     if out is not None:
-        echo(f"{resolved.name} plays {steps} decisions at most ...")
+        print(f"{resolved.name} plays {steps} decisions at most ...")
     try:
         episode = play(envs, resolved, DEFAULT_SEED if seed is None else seed)
         for number, step in enumerate(islice(episode, steps), 1):
             if out is None:
                 choice = report.describe_action(step.actions)
-                echo(f"decision {number}: {choice}, reward {float(step.reward[0]):.3f}")
-                echo(str(envs.render()[0]).rstrip("\n") + "\n")
+                print(f"decision {number}: {choice}, reward {float(step.reward[0]):.3f}")
+                print(str(envs.render()[0]).rstrip("\n") + "\n")
                 continue
             if picture and step.ended[0] and state is not None:
                 envs.unwrapped.restore_state(0, state)  # in the end there is nothing to see
@@ -88,7 +86,7 @@ def render_episode(
             _write_video(frames, fps, out)
         else:
             write_text(out, _picture(frames, out.suffix.lower(), fps))
-        echo(f"{len(frames)} frame{'s' if len(frames) > 1 else ''} written to {out}")
+        print(f"{len(frames)} frame{'s' if len(frames) > 1 else ''} written to {out}")
 
 
 def _picture(frames: list[Any], suffix: str, fps: int) -> bytes:
