@@ -9,6 +9,7 @@ cards. Baselines: the registry. Results: the pictures drawn from the tables in
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -85,9 +86,9 @@ def fenced(text: str) -> str:
 
 def picture(env_id: str) -> bytes:
     """A frame of an episode as PNG."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         file = Path(folder) / "frame.png"
-        render_episode(env_id, None, None, {}, out=file, echo=lambda _: None)
+        render_episode(env_id, None, None, {}, out=file)
         return file.read_bytes()
 
 

@@ -101,10 +101,9 @@ def draw_runs(runs: Sequence[Path]) -> bytes:
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym plot``."""
     parser = command_parser("plot")
-    text = "folders of trainings of one family"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    text = "FILE.png (curve.png in the first folder)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of trainings of one family")
+    add("--out", type=Path, metavar="FILE", help="FILE.png (curve.png in the first folder)")
     options = parser.parse_args(argv)
     if options.out is not None:
         check_writable(options.out, (".png",))

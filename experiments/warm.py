@@ -49,8 +49,7 @@ def warm_family(family: Family) -> float:
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym warm``."""
     parser = command_parser("warm")
-    text = "families (all), see `servegym list`"
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=text)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="see `servegym list` (all)")
     names = parser.parse_args(argv).families
     for family in [family_named(name) for name in names] or FAMILIES:
         print(f"{family.name}: {warm_family(family):.1f} s", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -51,6 +52,12 @@ def in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         words += ": 'standard output'"  # every writer of a file names it
     return words
+
+
+def add_settings(parser: argparse.ArgumentParser, whose: str = "the environment") -> None:
+    """The option ``--set``, repeatable, which `parse_settings` reads."""
+    text = f"argument of {whose}; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:

@@ -288,16 +288,14 @@ class GatewayRouter:
         for k in range(n):
             share = 1.0 / self._blocks[k]
             used = 0
-            for i, one in enumerate(running[k][:r]):
-                prompt_tokens = int(one.predictions[0][k])
-                blocks = -(-(prompt_tokens + one.generated) // self._block)
-                used += blocks
-                observation["running"][0, k, i] = self._features(one, now, blocks * share)
-            for i, one in enumerate(waiting[k][:w]):
-                observation["waiting"][0, k, i] = self._features(one, now, 0.0)
+            for name, queue, shown in (("running", running[k], r), ("waiting", waiting[k], w)):
+                for i, one in enumerate(queue[:shown]):
+                    tokens = int(one.predictions[0][k]) + one.generated
+                    blocks = -(-tokens // self._block) if name == "running" else 0
+                    used += blocks
+                    observation[name][0, k, i] = self._features(one, now, blocks * share)
+                observation[f"{name}_mask"][0, k, : len(queue)] = 1
             observation["experts"][0, k] = used * share, len(running[k][:r]), len(waiting[k])
-            observation["running_mask"][0, k, : len(running[k])] = 1
-            observation["waiting_mask"][0, k, : len(waiting[k])] = 1
             blocks = -(-int(prompt[k] + self._longest) // self._block)
             mask[0, k + 1] = len(waiting[k]) < w and blocks <= self._blocks[k]
         return observation, mask

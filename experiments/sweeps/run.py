@@ -33,6 +33,7 @@ from optuna.distributions import (
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
+from servegym._checks import whole
 from servegym._command_line import interrupt_on_signals
 from servegym._files import locked, naming
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
@@ -75,9 +76,8 @@ def run_sweep(
             holds another sweep.
         RuntimeError: If every run fails, or the first one logs no such metric.
     """
-    for name, value in (("trials", trials), ("workers", workers)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; allowed is 1 or more")
+    whole("trials", trials, 1)
+    whole("workers", workers, 1)
     trials = min(trials, sweep.run_cap or trials)
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,8 +227,8 @@ class _Runs:
         values: list[float] = []
 
         def report_evaluations() -> bool:
-            """Report what is new in the log; whether the pruner wants the run to end."""
-            prune = False
+            """Report what is new in the log; whether the run is to end."""
+            prune = self.stop.is_set()
             logged = [row.get(self.sweep.metric) for row in read_metrics(run)]
             new = [float(value) for value in logged if value is not None][len(values) :]
             for value in new:
@@ -239,46 +239,38 @@ class _Runs:
             return prune
 
         command = agent_command(self.sweep, {**trial.params, **self.fixed}, run)
-        status = run_process(
-            command, run / "output.log", lambda: self.stop.is_set() or report_evaluations()
-        )
+        status = run_process(command, run / "output.log", report_evaluations)
         if self.stop.is_set():
             return  # left as running: the next process runs it again
         if status is not None:
             report_evaluations()  # those of the last moment; a run that has ended is not pruned
-        self.finish(trial, status, values, time.monotonic() - begin, run)
+        self.finish(trial, run, status, values, begin)
 
     def finish(
-        self,
-        trial: optuna.Trial,
-        status: int | None,
-        values: list[float],
-        seconds: float,
-        run: Path,
+        self, trial: optuna.Trial, run: Path, status: int | None, values: list[float], begin: float
     ) -> None:
-        """Record how a run ended, and print a line."""
+        """Record how a run ended, None is stopped early, and print a line."""
+        seconds = time.monotonic() - begin
         best = self.best(values) if values else math.nan
+        good = status == 0 and bool(values)
+        ended = TrialState.COMPLETE if good else TrialState.FAIL
+        outcome = f"{self.sweep.metric} {best:.5g}"
+        if status is None:
+            ended, outcome = TrialState.PRUNED, f"stopped early at {best:.5g}"
         with self.lock:
             trial.set_user_attr("seconds", round(seconds, 1))
             trial.set_user_attr("evaluations", len(values))
-            if status is None or (status == 0 and values):
+            if ended != TrialState.FAIL:
                 trial.set_user_attr("best", best)
-            if status is None:
-                self.study.tell(trial, state=TrialState.PRUNED)
-                outcome = f"stopped early at {best:.5g}"
-            elif status == 0 and values:
-                self.study.tell(trial, best)
-                outcome = f"{self.sweep.metric} {best:.5g}"
-            else:
-                self.study.tell(trial, state=TrialState.FAIL)
+            self.study.tell(trial, best if good else None, ended)
+            if ended == TrialState.FAIL:
                 self.failed += 1
                 outcome = f"failed with status {status}, see {run / 'output.log'}"
                 if status == 0:
                     names = {name for row in read_metrics(run) for name in row}
-                    there = ", ".join(sorted(names)) or "nothing"
                     outcome = self.lacks = (
                         f"metric {self.sweep.metric!r} is not in the log of {run.name}; in it are: "
-                        f"{there}"
+                        f"{', '.join(sorted(names)) or 'nothing'}"
                     )
                 if (self.failed >= MAX_FAILURES or self.lacks) and not self.finished():
                     self.stop.set()
@@ -289,14 +281,12 @@ class _Runs:
     def rows(self) -> list[dict[str, Any]]:
         """A row a run, the best first."""
         rows, metric = [], self.sweep.metric
-        for trial in self.study.get_trials(deepcopy=False):
-            if trial.state.is_finished():
-                row = {"trial": trial.number, "state": trial.state.name.lower()}
-                row[metric] = trial.user_attrs.get("best", math.nan)
-                row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
-                rows.append(
-                    row | {name: trial.params.get(name, "") for name in self.sweep.searched}
-                )
+        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        for trial in self.study.get_trials(deepcopy=False, states=ended):
+            row = {"trial": trial.number, "state": trial.state.name.lower()}
+            row[metric] = trial.user_attrs.get("best", math.nan)
+            row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
+            rows.append(row | {name: trial.params.get(name, "") for name in self.sweep.searched})
         sign = -1 if self.sweep.maximize else 1
         return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
 

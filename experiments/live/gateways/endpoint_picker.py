@@ -37,10 +37,8 @@ except ModuleNotFoundError as error:
         f"{error.name} is not installed; {install_line('gateways')}", name=error.name
     ) from error
 
-from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket
+from servegym.experiments.live.gateways.gate import REFUSED, RETRY_AFTER_S, Answer, Gate, Ticket
 from servegym.hardware_profiles.measure.openai_protocol import read_json
-
-__all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
 Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -290,8 +288,7 @@ class _Exchange:
         allowed = self._allowed()
         ticket = self.gate.enter(body, allowed=allowed, completion=self.completion)
         if ticket.expert < 0:
-            why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
-            raise _Refusal(StatusCode.TooManyRequests, why, RETRY_AFTER_S)
+            raise _Refusal(StatusCode.TooManyRequests, REFUSED, RETRY_AFTER_S)
         self.ticket = ticket
         others = [k for k in self._ranked(allowed) if k != ticket.expert]
         return self._named([ticket.expert, *others])

@@ -39,8 +39,6 @@ from servegym.experiments.live.serve.protocol import (
 )
 from servegym.hardware_profiles import load
 
-__all__ = ["Served", "SimulatedFleet", "SimulatedServer", "Site", "new_loop"]
-
 BODY_TIMEOUT_S = 30.0
 HEADERS_S = 30.0
 """A connection without a whole request for so long is closed; looked at every `SWEEP_S`."""
@@ -309,10 +307,8 @@ class SimulatedServer:
     def _hit_by(self, kind: str) -> Fault | None:
         """The failure of this kind that the next request meets, if any."""
         now = self.now
-        for one in self.faults:
-            if one.kind == kind and one.at(now) and self._chance.random() < one.rate:
-                return one
-        return None
+        there = (one for one in self.faults if one.kind == kind and one.at(now))
+        return next((one for one in there if self._chance.random() < one.rate), None)
 
     # -- requests -------------------------------------------------------------------------------
 

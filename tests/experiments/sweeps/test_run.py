@@ -148,7 +148,7 @@ def test_unknown_sweeps_and_counts_are_named(tmp_path: Path) -> None:
         read_sweep("sac_hann")
     with pytest.raises(ValueError, match="no such file"):
         read_sweep("nowhere/there.yaml")
-    for counts, message in (((0, 1), "trials is 0"), ((1, 0), "workers is 0")):
+    for counts, message in (((0, 1), "trials=0"), ((1, 0), "workers=0")):
         with pytest.raises(ValueError, match=message):
             run_sweep(read_sweep(written(tmp_path)), *counts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -254,7 +254,7 @@ sweep.run_sweep(read_sweep({str(path)!r}), 3, 2, Path({str(tmp_path / "out")!r})
     limit = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < limit:
         time.sleep(0.02)
-    with pytest.raises(ValueError, match="another process runs"):
+    with pytest.raises(ValueError, match="another process is at work"):
         run_sweep(read_sweep(path), 3, 1, tmp_path / "out")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
