@@ -48,6 +48,8 @@ CARDS: dict[str, dict[str, Any]] = {
         "name": "NVIDIA GeForce RTX 4090",
         "memory_bandwidth_bytes_per_s": 1.008e12,
         "tensor_flop_per_s": 165.2e12,
+        "memory_bytes": 25_250_627_584,
+        "multiprocessors": 128,
     },
     "a40": {
         "name": "NVIDIA A40",
@@ -291,7 +293,7 @@ def paper_linear(index: int) -> Profile:
         "kind": "derived",
         "device": {
             "name": CARDS["rtx4090"]["name"],
-            "memory_bytes": 25_250_627_584,
+            "memory_bytes": CARDS["rtx4090"]["memory_bytes"],
             "usable_memory_fraction": 0.9,
         },
         "model": served_models()["Llama-3.1-8B"],
