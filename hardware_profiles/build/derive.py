@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, vidur_layer_s
+from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, save, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, rounded
 from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER, read_ops
@@ -48,6 +48,8 @@ CARDS: dict[str, dict[str, Any]] = {
         "name": "NVIDIA GeForce RTX 4090",
         "memory_bandwidth_bytes_per_s": 1.008e12,
         "tensor_flop_per_s": 165.2e12,
+        "memory_bytes": 25_250_627_584,
+        "multiprocessors": 128,
     },
     "a40": {
         "name": "NVIDIA A40",
@@ -291,7 +293,7 @@ def paper_linear(index: int) -> Profile:
         "kind": "derived",
         "device": {
             "name": CARDS["rtx4090"]["name"],
-            "memory_bytes": 25_250_627_584,
+            "memory_bytes": CARDS["rtx4090"]["memory_bytes"],
             "usable_memory_fraction": 0.9,
         },
         "model": served_models()["Llama-3.1-8B"],
@@ -365,21 +367,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m servegym.hardware_profiles.build.derive",
         description="Derived cards (needs the published tables), linear profiles and fleets.",
     )
-    parser.add_argument("data", nargs="?", help="folder of the published tables")
-    parser.add_argument("--out", default=".", help="folder to write to")
+    parser.add_argument("data", type=Path, nargs="?", help="folder of the published tables")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder to write to")
     options = parser.parse_args(arguments)
-    out = Path(options.out)
     profiles = [paper_linear(i) for i in range(1, 13)]
     if options.data:
-        profiles += derive_cards(Path(options.data), load(BASE)).values()
-    for profile in profiles:
-        profile.save(out / f"{profile.name}.json")
-        print(
-            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
-            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
-        )
+        profiles += derive_cards(options.data, load(BASE)).values()
+    save(profiles, options.out)
     for name, fleet in fleets().items():
-        write_json(fleet, out / f"fleet-{name}.json")
+        write_json(fleet, options.out / f"fleet-{name}.json")
     return 0
 
 

@@ -37,6 +37,7 @@ from servegym.hardware_profiles.build.published import (
     REFERENCE_BANDWIDTH,
     REFERENCE_KERNELS,
     MatrixProducts,
+    save,
     vidur_layer_s,
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
@@ -512,16 +513,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Cards fitted from kernel tables of single products and attention.",
     )
     parser.add_argument("data", type=Path, help="folder of the published tables")
-    parser.add_argument("--out", default=".", help="folder to write to")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder to write to")
     options = parser.parse_args(arguments)
     method = method_error(options.data, load(CHECK_PROFILE))
-    profiles = [fit_card(card, options.data, method=method) for card in CARDS if card != CHECK]
-    for profile in profiles:
-        profile.save(Path(options.out) / f"{profile.name}.json")
-        print(
-            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
-            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
-        )
+    save((fit_card(c, options.data, method=method) for c in CARDS if c != CHECK), options.out)
     return 0
 
 

@@ -727,7 +727,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         "format": FORMAT,
         "card": "rtx4090",
         "kind": "derived",
-        "device": facts | {"memory_bytes": 25_250_627_584, "multiprocessors": 128},
+        "device": facts,
         "engine": {"name": "vLLM", "version": "0.19.0"},
         "gemm": {"bf16": dict(raw) | {"us": _microseconds(products_us)}},
         "prompt_attention": {

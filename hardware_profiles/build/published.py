@@ -1,14 +1,15 @@
-"""Published tables that several fits read: kernels of models, matrix products, vidur's layers."""
+"""What several fits share: published kernel timings of models, products and layers; the writing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.law import Profile
 
 _PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16"
 _QWEN = "Qwen/Qwen3-30B-A3B-Instruct-2507/bf16"
@@ -71,6 +72,16 @@ class MatrixProducts:
         """Rows ``m`` at which every shape can be had, sorted."""
         grids = [set(times) for s in shapes for _, times in self._near(*s)]
         return sorted(set.intersection(*grids))
+
+
+def save(profiles: Iterable[Profile], folder: Path) -> None:
+    """Write profiles to a folder, and print what each has of a decode, a prompt and memory."""
+    for profile in profiles:
+        profile.save(folder / f"{profile.name}.json")
+        print(
+            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
+            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
+        )
 
 
 def vidur_layer_s(data: Path, card: str, model: str) -> dict[int, float]:
