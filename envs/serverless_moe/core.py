@@ -159,6 +159,7 @@ class ServerlessBatch(Batch):
                 job_tokens=np.zeros(experts),
                 tokens=np.zeros((layers, experts), dtype=np.int64),
                 decoded=np.zeros((layers, int(c["top_k"]) + 1), dtype=np.int64),
+                fresh=np.zeros(layers, dtype=np.int64),
             ),
         )
         self.action_mask = self.arrays.action_mask

@@ -268,6 +268,7 @@ class Scratch(NamedTuple):
         job_tokens: ``(K,)`` their expected tokens.
         tokens: int64 ``(L, K)`` prompt tokens of each expert.
         decoded: int64 ``(L, top_k + 1)`` generated tokens by their number of remote experts.
+        fresh: int64 ``(L,)`` replicas of the remote functions that start.
     """
 
     plan: Any
@@ -279,6 +280,7 @@ class Scratch(NamedTuple):
     job_tokens: Any
     tokens: Any
     decoded: Any
+    fresh: Any
 
 
 class Batch(NamedTuple):
