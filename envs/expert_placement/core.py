@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,22 @@ LEAST_LATENCY_S = 1e-3
 """What the logarithm of a latency is of at least, in seconds; a server without requests has it."""
 # Key figures and parts of the reward are given by server for clusters of up to this many.
 MAX_LISTED_SERVERS = 16
+
+OBSERVATION: dict[str, tuple[str, float | str, str]] = {
+    "arrivals": ("N", MAX_REQUESTS, "requests that arrived in the last epoch"),
+    "counts": ("NLE", MAX_COUNT, "a server's tokens to an expert since the last adopted change"),
+    "gpu_backlog_s": ("G", MAX_SECONDS, "queued calls of experts"),
+    "in_system": ("N", MAX_REQUESTS, "requests that arrived there and are not served"),
+    "link_backlog_s": ("N", MAX_SECONDS, "queued messages"),
+    "loads_left": ("G", "L E", "experts still to be loaded"),
+    "memory": ("G", 2.0, "slots in use over slots, above 1 with a staging slot"),
+    "placement": ("GLE", 1.0, "int8, placement adopted last"),
+    "progress": ("1", 1.0, "share of the episode"),
+    "seconds_per_token": ("N2", MAX_SECONDS, "mean, local and remote (Eq. 4)"),
+    "window_s": ("1", 1e9, "time of `counts`"),
+}
+"""Parts of an observation in the order of their space, which gymnasium sorts by key: axes, most and
+meaning. From 0 they are clipped there."""
 
 REQUEST_LOG = np.dtype(
     [
@@ -75,26 +92,13 @@ class PlacementState:
 def observation_space(problem: Problem) -> spaces.Dict:
     """The observation space of one system."""
     c = problem.cluster
-    n, g = c.num_servers, c.num_gpus
-
-    def box(high: float, *shape: int) -> spaces.Box:
-        return spaces.Box(0.0, high, shape, np.float32)
-
-    return spaces.Dict(
-        {
-            "counts": box(MAX_COUNT, n, c.layers, c.experts),
-            "placement": spaces.Box(0, 1, (g, c.layers, c.experts), np.int8),
-            "memory": box(2.0, g),
-            "loads_left": box(float(c.layers * c.experts), g),
-            "gpu_backlog_s": box(MAX_SECONDS, g),
-            "link_backlog_s": box(MAX_SECONDS, n),
-            "in_system": box(MAX_REQUESTS, n),
-            "arrivals": box(MAX_REQUESTS, n),
-            "seconds_per_token": box(MAX_SECONDS, n, 2),
-            "window_s": box(1e9, 1),
-            "progress": box(1.0, 1),
-        }
-    )
+    sizes = {"N": c.num_servers, "G": c.num_gpus, "L": c.layers, "E": c.experts, "2": 2, "1": 1}
+    parts: dict[str, spaces.Space] = {}
+    for name, (axes, high, _) in OBSERVATION.items():
+        dtype = np.int8 if name == "placement" else np.float32
+        high = math.prod(sizes[x] for x in high.split()) if isinstance(high, str) else high
+        parts[name] = spaces.Box(0, high, tuple(sizes[x] for x in axes), dtype)
+    return spaces.Dict(parts)
 
 
 def action_space(problem: Problem) -> spaces.Dict:
@@ -147,6 +151,8 @@ class PlacementEpisode:
         self.problem = problem
         self.simulator = Simulator(problem.cluster, problem.prompts, **problem.simulator_options)
         self._start = uniform_placement(problem.cluster)
+        space = observation_space(problem)
+        self._parts = {name: (float(box.high.max()), box.dtype) for name, box in space.items()}
 
     # ----------------------------------------------------------------------------- an episode
 
@@ -292,21 +298,22 @@ class PlacementEpisode:
         links = links.reshape(n, n).max(axis=1) if c.link_model == "pairwise" else links[:n]
         left = ((state.target > 0) & (state.resident == 0)).sum(axis=1)
 
-        def clip(values: Any, high: float) -> np.ndarray:
-            return np.clip(values, 0.0, high).astype(np.float32)
-
-        return {  # in the order of the space, which gymnasium sorts by key
-            "arrivals": clip(state.server["arrived"] - self.arrived, MAX_REQUESTS),
-            "counts": clip(self.counts(), MAX_COUNT),
-            "gpu_backlog_s": clip(state.gpu["free"] - now, MAX_SECONDS),
-            "in_system": clip(state.server["in_system"], MAX_REQUESTS),
-            "link_backlog_s": clip(links, MAX_SECONDS),
-            "loads_left": clip(left, float(c.layers * c.experts)),
-            "memory": clip(state.gpu["used"] / np.maximum(c.slots, 1), 2.0),
-            "placement": sim.target().astype(np.int8),
-            "progress": clip(np.array([self.epoch / problem.arguments.epochs]), 1.0),
-            "seconds_per_token": clip(self.seconds_per_token(), MAX_SECONDS),
-            "window_s": clip(np.array([now - self.changed_s]), 1e9),
+        values = {
+            "arrivals": state.server["arrived"] - self.arrived,
+            "counts": self.counts(),
+            "gpu_backlog_s": state.gpu["free"] - now,
+            "in_system": state.server["in_system"],
+            "link_backlog_s": links,
+            "loads_left": left,
+            "memory": state.gpu["used"] / np.maximum(c.slots, 1),
+            "placement": sim.target(),
+            "progress": np.array([self.epoch / problem.arguments.epochs]),
+            "seconds_per_token": self.seconds_per_token(),
+            "window_s": np.array([now - self.changed_s]),
+        }
+        return {
+            name: np.clip(values[name], 0.0, high).astype(dtype)
+            for name, (high, dtype) in self._parts.items()
         }
 
     def kpis(self) -> dict[str, float]:

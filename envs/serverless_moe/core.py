@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -74,42 +75,23 @@ class ServerlessState:
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
     c = problem.tables.cfg[0]
-    if int(c["flat_view"]) == layout.FLAT:
+    if problem.arguments.view == layout.FLAT:
         return spaces.Box(0.0, 1.0, (flat_width(problem),), np.float32)
-
-    def box(*high: float) -> spaces.Box:
-        top = np.array(high, dtype=np.float32)
-        return spaces.Box(np.zeros_like(top), top, dtype=np.float32)
-
     layers, experts = int(c["layers"]), int(c["experts"])
-    # The prediction of the output length is clipped at the law's longest.
-    return spaces.Dict(
-        {
-            "activations": spaces.Box(0.0, 1.0, (layers, experts), np.float32),
-            "lengths": box(float(c["max_in"]), float(c["max_out"])),
-            "slo": box(layout.MAX_SLO_S, layout.MAX_SLO_S),
-            "t_rem": box(layout.MAX_TREM_S),
-            "idle_s": box(layout.MAX_IDLE_S),
-            "warm_main": box(1.0, 1.0, 1.0, 1.0, 1.0),
-            "warm_remote": spaces.Box(0.0, 1.0, (layers, 2), np.float32),
-            "prices": box(layout.MAX_PRICE, layout.MAX_PRICE),
-        }
-    )
+    parts: dict[str, spaces.Space] = {
+        "activations": spaces.Box(0.0, 1.0, (layers, experts), np.float32),
+        "warm_remote": spaces.Box(0.0, 1.0, (layers, 2), np.float32),
+    }
+    for part, columns in groupby(layout.DICT_COLUMNS, lambda column: column.part):
+        top = [c[x.high] if isinstance(x.high, str) else x.high for x in columns]
+        high = np.array(top, dtype=np.float32)
+        parts[part] = spaces.Box(np.zeros_like(high), high, dtype=np.float32)
+    return spaces.Dict(parts)
 
 
 def flat_width(problem: Problem) -> int:
-    """Width of the flat view: 15 features and four for every remote ratio."""
-    return 15 + 4 * len(problem.tables.members)
-
-
-_SLICES = {
-    "lengths": slice(0, 2),
-    "slo": slice(2, 4),
-    "t_rem": slice(4, 5),
-    "idle_s": slice(5, 6),
-    "warm_main": slice(6, 11),
-    "prices": slice(11, 13),
-}
+    """Width of the flat view: its columns, and two for every order and remote ratio."""
+    return len(layout.FLAT_COLUMNS) + 4 * len(problem.tables.members)
 
 
 class ServerlessBatch(Batch):
@@ -127,7 +109,8 @@ class ServerlessBatch(Batch):
         self.terms = REWARD_TERMS
         c = problem.tables.cfg[0]
         length, layers, experts = int(c["requests"]), int(c["layers"]), int(c["experts"])
-        is_flat = int(c["flat_view"]) == layout.FLAT
+        flat = np.zeros((num_rows, flat_width(problem)), dtype=np.float32)
+        first = len(layout.FLAT_COLUMNS)
         self.arrays = layout.Batch(
             requests=np.zeros((num_rows, length), dtype=layout.REQUEST),
             trem=np.zeros((num_rows, length + 1, layers)),
@@ -141,7 +124,9 @@ class ServerlessBatch(Batch):
             activations=np.zeros((num_rows, layers, experts), dtype=np.float32),
             scalars=np.zeros(num_rows, dtype=layout.SCALARS),
             warm_remote=np.zeros((num_rows, layers, 2), dtype=np.float32),
-            flat=np.zeros((num_rows, flat_width(problem) if is_flat else 0), dtype=np.float32),
+            flat=flat,
+            flat_scalars=flat[:, :first].view(layout.FLAT_SCALARS)[:, 0],
+            flat_shares=flat[:, first:].reshape(num_rows, 2, -1, 2),
             action_mask=np.ones((num_rows, int(c["width"])), dtype=np.int8),
             out=np.zeros((num_rows, 4)),
             known=layout.KnownPlans(
@@ -159,20 +144,25 @@ class ServerlessBatch(Batch):
                 job_tokens=np.zeros(experts),
                 tokens=np.zeros((layers, experts), dtype=np.int64),
                 decoded=np.zeros((layers, int(c["top_k"]) + 1), dtype=np.int64),
+                fresh=np.zeros(layers, dtype=np.int64),
             ),
         )
         self.action_mask = self.arrays.action_mask
         self.out = self.arrays.out
         self.env = self.arrays.env
         self.observation: Any
-        if is_flat:
-            self.observation = self.arrays.flat
+        if problem.arguments.view == layout.FLAT:
+            self.observation = flat
         else:
             scalars = self.arrays.scalars.view(np.float32).reshape(num_rows, -1)
-            parts = {name: scalars[:, part] for name, part in _SLICES.items()}
-            parts["activations"] = self.arrays.activations
+            of_column = np.array([column.part for column in layout.DICT_COLUMNS])
+            parts = {"activations": self.arrays.activations}
             parts["warm_remote"] = self.arrays.warm_remote
-            self.observation = {name: parts[name] for name in observation_space(problem)}  # pyright: ignore
+            for part in dict.fromkeys(of_column):
+                at = np.flatnonzero(of_column == part)
+                parts[part] = scalars[:, at[0] : at[-1] + 1]
+            # In the order of the space, which gymnasium sorts by key.
+            self.observation = {name: parts[name] for name in sorted(parts)}
         which, actions = np.zeros(num_rows, np.int8), np.zeros((num_rows, len(problem.nvec)), int)
         shared = (problem.tables, self.arrays)
         compile_kernels(
