@@ -157,12 +157,7 @@ class Served:
     end: str = ""  # why it ended: stop, length, abort or error
     slot: int = -1
     reason: str = "length"  # why its answer ends
-    waiter: asyncio.Future[None] | None = field(default=None, repr=False)
-
-    def wake(self) -> None:
-        """Let the handler go on."""
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+    news: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # a token, or the end
 
 
 class SimulatedServer:
@@ -251,7 +246,6 @@ class SimulatedServer:
 
     def _hand_out(self, tokens: Sequence[tuple[float, int, int]]) -> None:
         metrics, scale = self.metrics, 1.0 / self.speed
-        woken = []
         for time_s, slot, last in tokens:
             one = self._open[slot]
             one.count += 1
@@ -270,10 +264,8 @@ class SimulatedServer:
             one.last_s = time_s
             if last:
                 self._end(one, one.reason)
-            woken.append(one)
+            one.news.set()
         metrics.total["generation_tokens"] += len(tokens)
-        for one in woken:
-            one.wake()
 
     def _end(self, one: Served, reason: str) -> None:
         """A request is over; its slot is given back."""
@@ -353,8 +345,8 @@ class SimulatedServer:
             sent = 0
             while sent < one.count or not one.end:
                 if sent == one.count:
-                    one.waiter = self._loop.create_future()
-                    await one.waiter
+                    one.news.clear()
+                    await one.news.wait()
                     continue
                 first, sent = sent, min(one.count, cut_after)
                 if response is not None:
@@ -483,7 +475,7 @@ class SimulatedServer:
         self._work()
         for one in list(self._open.values()):
             self._end(one, "error")
-            one.wake()
+            one.news.set()
         self.engine.clear()
         self._schedule()
         for connection in self._site.connections:
