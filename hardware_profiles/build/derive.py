@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
@@ -26,7 +27,7 @@ from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import FORMAT, write_json
+from servegym.hardware_profiles.schema import FORMAT
 
 BASE = "rtx4090-llama-3.1-8b"
 # Iteration size at which the prefill ratio is defined: well above every card's ridge point.
@@ -441,7 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
         )
     for name, fleet in fleets().items():
-        write_json(fleet, out / f"fleet-{name}.json")
+        write_json(out / f"fleet-{name}.json", fleet)
     return 0
 
 
