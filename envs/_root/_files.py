@@ -284,6 +284,23 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
+def locked(path: str | os.PathLike[str], busy: str) -> BinaryIO:
+    """A file that is locked until it is closed or the process ends; it is made if it is not there.
+
+    Raises:
+        ValueError: With the text ``busy``, if another process holds it.
+    """
+    import fcntl  # which Windows lacks
+
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(busy) from None
+    return file
+
+
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
     """Write a file through a temporary one in the same folder, so that none is ever half there.
 

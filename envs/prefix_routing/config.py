@@ -11,7 +11,7 @@ import numpy as np
 
 from servegym._checks import mapping, real, whole
 from servegym.envs._arguments import ends
-from servegym.envs.llm_routing.tables import check_failures
+from servegym.envs._failures import check_failures
 from servegym.envs.prefix_routing import workloads
 from servegym.envs.prefix_routing.arguments import MAX_REPLICAS, REWARDS, PrefixArguments
 from servegym.envs.prefix_routing.gateway import (

@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster
 from servegym.agents.lib.parallel import Workers
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.guest import IN_PROCESS
 
 from .settings import ROUTING
 
@@ -64,7 +65,7 @@ def test_an_evaluation_outlives_a_lost_machine(tmp_path):
                 yield job
 
         settings = {"episodes": 16, "seed": 7, "env_kwargs": ROUTING, "num_envs": 1}
-        settings["in_process"] = True  # where it knows of the cluster
+        settings["guests"] = IN_PROCESS  # where it knows of the cluster
         found = evaluate("servegym/LLMRouting-v1", [Slow()], executor=losing, **settings)
         begun = [line.split() for line in (tmp_path / "blocks").read_text().splitlines()]
     finally:

@@ -79,7 +79,7 @@ def test_the_policy_sees_nothing_of_what_is_to_come():
 
     def scrambled(random):
         requests = draw(random)
-        late = np.flatnonzero(requests.arrival > env.problem.epoch_s)
+        late = np.flatnonzero(requests.arrival > env.problem.arguments.epoch_s)
         requests.prompt[late] = np.random.default_rng(1).permutation(requests.prompt[late])
         requests.home[late] = requests.home[late][::-1]
         return requests

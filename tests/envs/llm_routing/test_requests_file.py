@@ -84,7 +84,7 @@ def test_an_answer_exactly_at_the_requirement_is_on_time(file):
 def test_the_arguments_of_its_problem_make_it_again(file):
     env = _make(file).unwrapped
     again = type(env)(**env.problem.arguments)
-    assert again.problem.rate == env.problem.rate
+    assert again.problem.arguments == env.problem.arguments
     assert np.array_equal(_play(again)[0], _play(env)[0])
 
 

@@ -53,7 +53,7 @@ def test_the_end_has_key_figures():
 
 
 def score(envs, policy):
-    steps = envs.unwrapped.problem.episode_requests
+    steps = envs.unwrapped.problem.arguments.episode_requests
     observation, info = envs.reset(seed=4)
     total = np.zeros(envs.num_envs)
     for _ in range(steps):

@@ -9,7 +9,7 @@ from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, lines, 
 from servegym.experiments.papers.placement.claims import unpaired
 from servegym.experiments.papers.placement.measuring import interval
 from servegym.experiments.papers.routing.claims import HOME, ahead, interval_over
-from servegym.experiments.papers.verdicts import ELSEWHERE, OPEN, Claim, judge
+from servegym.experiments.papers.verdicts import Claim, judge
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_the_worst_point_decides_and_a_gain_over_an_undertrained_reference_does_
     assert found(FAIR, POOR) == (worst, "same direction")
     poor = "+40.0 % where the rival is below shortest_queue: undertrained"
     assert found(FAIR, WEAK) == (f"+36.0 % {over}; {poor}", "agrees")
-    assert found(WEAK) == (poor, OPEN)
-    assert found({"random": 0.1}) == ("not trained here", OPEN)
+    assert found(WEAK) == (poor, "open")
+    assert found({"random": 0.1}) == ("not trained here", "open")
     lost = f"-10.0 to +36.0 % at 2 points, the least -10.0 % {over}"
     assert found(FAIR, LOST) == (lost, "disagrees")
-    assert found(FAIR, LOST, fleet="edge-6-heterogeneous") == (lost, ELSEWHERE)
+    assert found(FAIR, LOST, fleet="edge-6-heterogeneous") == (lost, "elsewhere")
 
 
 def test_a_claim_is_judged_at_the_papers_rate_by_its_baselines() -> None:
@@ -124,12 +124,12 @@ def test_parts_of_the_method_are_judged_at_the_papers_rate(tmp_path) -> None:
     assert (where, verdict) == (HOME, "agrees") and here.startswith("baseline_rl_dsa +16.7 % [")
     assert [one.verdict for one in findings(reward, tmp_path)] == ["disagrees"]
     write_csv(tmp_path / "routing" / "fig7_poisson.csv", table[:2])
-    assert findings(reward, tmp_path) == [(HOME, "not trained here", OPEN)]
+    assert findings(reward, tmp_path) == [(HOME, "not trained here", "open")]
     row = {"point": "a", "level": "b", "claimed": True, "undertrained": True, "change_pct": 3.0}
     row |= {"change_pct_low": 2.0, "change_pct_high": 4.0}
     write_csv(tmp_path / "routing" / "comparison.csv", [row, row | {"claimed": False}])
     wanted = "+3.0 % [+2.0, +4.0] over what is below shortest_queue"
-    assert findings(compared, tmp_path) == [("a, b", wanted, ELSEWHERE)]
+    assert findings(compared, tmp_path) == [("a, b", wanted, "elsewhere")]
 
 
 def test_the_better_reading_is_held_against_the_cheapest_rival_on_the_papers_testbed(
@@ -164,8 +164,8 @@ def test_the_better_reading_is_held_against_the_cheapest_rival_on_the_papers_tes
     assert first.verdict == "in part" and "one by one (chosen): remoe +17 %, remoe_cost -17 %" in (
         first.here
     )
-    assert second.verdict == OPEN
-    assert rest == ("3 settings with other models, fees or GPUs", "cheapest in 1", ELSEWHERE)
+    assert second.verdict == "open"
+    assert rest == ("3 settings with other models, fees or GPUs", "cheapest in 1", "elsewhere")
     costs = {(large, "none", "a100"): (1, 0.1), (small, "none", "a100"): (1, 0.1)}
     # 90 % below is more than twice as far as the paper, which has a figure for the large model.
     assert [one.verdict for one in found(costs)] == ["same direction", "agrees"]
@@ -189,7 +189,7 @@ def test_a_load_is_judged_by_the_order_that_the_report_has_there() -> None:
 
 
 def test_without_results_every_claim_is_open(tmp_path) -> None:
-    assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {OPEN}
+    assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {"open"}
 
 
 @pytest.mark.parametrize("family", TITLES)
@@ -198,7 +198,7 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
         assert findings(one), one
     assert main([family]) == 0
     printed = capsys.readouterr().out
-    verdicts = [line[-1] for line in lines(family) if line[-1] != ELSEWHERE]
+    verdicts = [line[-1] for line in lines(family) if line[-1] != "elsewhere"]
     count = verdicts.count("agrees")
     tally = f"{TITLES[family]}: {len(verdicts)} findings: {count} agrees, "
     assert printed.startswith(tally)
@@ -223,7 +223,7 @@ def test_an_interval_around_no_change_leaves_a_claim_of_placement_open(tmp_path)
     ]
     write_csv(tmp_path / "placement" / "fig8b_bandwidth.csv", table)
     small, large = findings(claim("Fig. 8b", "fig8b_bandwidth"), tmp_path)
-    assert small.verdict in ("agrees", "same direction") and large.verdict == OPEN
+    assert small.verdict in ("agrees", "same direction") and large.verdict == "open"
     # Welch's interval of the logarithm of the ratio, from the episodes themselves.
     new, old = latency[4, 1000], latency[4, 100]
     parts = [x.var(ddof=1) / len(x) / x.mean() ** 2 for x in (new, old)]

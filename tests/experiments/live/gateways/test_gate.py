@@ -234,35 +234,6 @@ def test_health_is_whether_any_server_answers():
     assert not gate.breakers.answering(now[0])  # all are silent
 
 
-@pytest.mark.parametrize("how", ["refused", "broken", "moved"])
-def test_a_server_that_fails_everything_is_left_and_comes_back_when_it_answers(how):
-    """Six servers of equal load, 40 requests a second; the third one fails from 15 to 30 s."""
-    now, sent, down = [0.0], [], []
-    gate = gate_with("least_outstanding", now)
-    random = np.random.default_rng(0)
-    for k in range(2000):
-        now[0] = k / 40
-        ticket = gate.enter(CHAT, allowed=random.permutation(6) < 3)
-        sent.append((now[0], ticket.expert))
-        down.append(ticket.expert == 2 and 15.0 <= now[0] < 30.0)
-        if not down[-1]:
-            ticket.token()
-            ticket.end("finished")
-        elif how == "moved":
-            ticket.moved(3)
-            ticket.end("finished")
-        else:
-            ticket.refused(500) if how == "refused" else ticket.end(how)
-
-    def share(begin, end):
-        return np.mean([expert == 2 for when, expert in sent if begin <= when < end])
-
-    assert share(0.0, 15.0) == pytest.approx(1 / 6, abs=0.07)
-    assert share(17.0, 30.0) < 0.05
-    assert share(40.0, 50.0) == pytest.approx(1 / 6, abs=0.07)
-    assert sum(down) >= 3  # it was tried again
-
-
 def played(bad, client=None, until=(5.0, 25.0), seconds=40.0):
     """The server of each request by its time, and when the breakers of the others are open.
 
@@ -274,9 +245,11 @@ def played(bad, client=None, until=(5.0, 25.0), seconds=40.0):
     random = np.random.default_rng(0)
 
     def tell(ticket, how):
+        if how == "moved":
+            ticket.moved(3)
         if how is None or how in ("short", "begun"):
             ticket.token(1 if how else 200)
-        how = "broken" if how == "begun" else "finished" if how in (None, "short") else how
+        how = "broken" if how == "begun" else "finished" if how in (None, "short", "moved") else how
         ticket.refused(how) if isinstance(how, int) else ticket.end(how)
 
     for k in range(round(40 * seconds)):
@@ -303,14 +276,23 @@ BAD = {
     "429": lambda k: 429,
     "503": lambda k: 503,
     "breaks after a token": lambda k: "begun",
+    "breaks": lambda k: "broken",
+    "moved elsewhere": lambda k: "moved",
 }
 
 
 MOST = {"401 to half": 0.1, "500 to a fifth": 0.12}
 
 
-@pytest.mark.parametrize("client", [None, 404, "begun"])
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(
+    ("kind", "client"),
+    [
+        (kind, client)
+        for kind in BAD
+        for client in (None, 404, "begun")
+        if client is None or kind not in ("breaks", "moved elsewhere")
+    ],
+)
 def test_a_server_that_does_worse_gets_few_requests_and_is_back_in_six_seconds(kind, client):
     sent, wrong = played(BAD[kind], client)
     share = np.mean([expert == 0 for when, expert in sent if 7.0 <= when < 25.0])

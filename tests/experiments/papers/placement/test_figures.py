@@ -5,14 +5,13 @@ import pytest
 
 from servegym.envs.expert_placement.config import build_problem
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.placement import measuring as placement_measuring
 from servegym.experiments.papers.placement import migration as placement_migration
 from servegym.experiments.papers.placement import scale as placement_scale
 from servegym.experiments.papers.placement.claims import unpaired
 from servegym.experiments.papers.placement.measuring import ENV_ID, change, drive, interval, measure
-
-from ..tables import rows_of
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -21,7 +20,7 @@ def made(folder, stem):
     """The rows of a result whose three files are there."""
     assert (folder / f"{stem}.png").read_bytes()[:8] == PNG
     assert read_record(folder / f"{stem}.csv")["quick"]
-    return rows_of(folder / f"{stem}.csv")
+    return read_rows(folder / f"{stem}.csv")
 
 
 @pytest.mark.parametrize("policy", ["redundance", "prism"])
@@ -84,25 +83,25 @@ def test_scale_and_migration_figures(tmp_path, monkeypatch):
     assert placement_scale.main(argv) == 0
     sizes = made(tmp_path, "fig8a_gpus")
     assert {(r["link_model"], r["gpus"]) for r in sizes} == {
-        (link, gpus) for link in ("nic", "pairwise") for gpus in ("4", "8")
+        (link, gpus) for link in ("nic", "pairwise") for gpus in (4, 8)
     }
     assert read_record(tmp_path / "fig8a_gpus.csv")["notes"]
     cell = {
-        (r["h_ms"], r["gpus"], r["mbps"]): float(r["mean_latency_s"])
+        (r["h_ms"], r["gpus"], r["mbps"]): r["mean_latency_s"]
         for r in made(tmp_path, "fig8b_bandwidth")
         if r["link_model"] == "nic"
     }
     for (h, gpus, mbps), seconds in cell.items():
-        if mbps == "200":
-            assert cell[h, gpus, "1000"] < seconds
-        if h == "1.5":
-            assert cell["0.2", gpus, mbps] < seconds
+        if mbps == 200:
+            assert cell[h, gpus, 1000] < seconds
+        if h == 1.5:
+            assert cell[0.2, gpus, mbps] < seconds
     argv = ["--quick", "--episodes", "1", "--out", str(tmp_path)]
     assert placement_migration.main(argv) == 0
-    assert len(rows_of(tmp_path / "fig7_migration.csv")) == 4 * 3 * placement_migration.LOOKS
+    assert len(read_rows(tmp_path / "fig7_migration.csv")) == 4 * 3 * placement_migration.LOOKS
     loads = {row["variant"]: row["expert_loads"] for row in made(tmp_path, "fig7_summary")}
-    assert float(loads["kept"]) == 0 < float(loads["migrating"])
-    assert float(loads["kept, planned for both phases"]) == 0
+    assert loads["kept"] == 0 < loads["migrating"]
+    assert loads["kept, planned for both phases"] == 0
     known = placement_migration.both_phases()
     layers = known.sum(axis=2)  # every token takes 6 experts of each layer
     assert known.shape == (3, 26, 64) and (np.ptp(layers, axis=1) <= 64).all()

@@ -10,6 +10,7 @@ import torch
 from servegym.agents import sac_han, sac_rows
 from servegym.agents.lib.checkpoint import write_checkpoint
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.stats import paired_difference
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.routing import episodes as routing_episodes
@@ -19,8 +20,6 @@ from servegym.experiments.papers.routing import measuring as routing_measuring
 from servegym.experiments.papers.routing import workload as routing_workload
 from servegym.experiments.papers.routing.claims import RETRAINED
 from servegym.experiments.papers.routing.measuring import find_runs
-
-from ..tables import rows_of
 
 HET = "edge-6-heterogeneous"
 
@@ -91,17 +90,17 @@ def test_differences_to_the_heuristics_are_paired():
 
 def test_workload_figures(tmp_path):
     assert routing_workload.main(["--quick", "--out", str(tmp_path)]) == 0
-    rows = rows_of(tmp_path / "fig4_distributions.csv")
+    rows = read_rows(tmp_path / "fig4_distributions.csv")
     share = {}
     for row in rows:
         key = row["model"], row["quantity"]
-        share[key] = share.get(key, 0) + float(row["share"])
+        share[key] = share.get(key, 0) + row["share"]
     assert len(share) == 12 and all(v == pytest.approx(1, abs=1e-4) for v in share.values())
     for stem in ("fig4_distributions", "fig5_interference", "fig8_trace"):
         assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         record = read_record(tmp_path / f"{stem}.csv")
         assert record["quick"] and record["notes"]
-    assert {row["series"] for row in rows_of(tmp_path / "fig8_trace.csv")} == {
+    assert {row["series"] for row in read_rows(tmp_path / "fig8_trace.csv")} == {
         "burstgpt",
         "poisson",
     }
@@ -112,11 +111,11 @@ def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(routing_sweeps, "RATES", (5.0, 8.0))
     argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained)]
     assert routing_sweeps.main([*argv, "--figure", "fig12", "--profiles", HET]) == 0
-    rows = rows_of(tmp_path / "fig12_rate.csv")
+    rows = read_rows(tmp_path / "fig12_rate.csv")
     assert len(rows) == 2 * (len(routing_measuring.BASELINES) + 2)
-    assert {r["policy"]: r["trainings"] for r in rows}["sac_han"] == "2"
+    assert {r["policy"]: r["trainings"] for r in rows}["sac_han"] == 2
     # The same episodes for every policy: one ceiling at a rate.
-    assert all(len({r["ceiling"] for r in rows if r["rate"] == v}) == 1 for v in ("5.0", "8.0"))
+    assert all(len({r["ceiling"] for r in rows if r["rate"] == v}) == 1 for v in (5, 8))
     record = read_record(tmp_path / "fig12_rate.csv")
     assert record["settings"]["trained_routers"]["sac_han"] == [1, 2]
 
@@ -125,9 +124,9 @@ def test_number_of_experts(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(routing_sweeps, "BASELINES", ("shortest_queue",))
     argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained), "--episodes", "1"]
     assert routing_sweeps.main([*argv, "--figure", "fig11", "--profiles", HET]) == 0
-    rows = rows_of(tmp_path / "fig11_experts.csv")
-    assert {row["experts"] for row in rows} == {"3", "12"}
-    for count in ("3", "12"):
+    rows = read_rows(tmp_path / "fig11_experts.csv")
+    assert {row["experts"] for row in rows} == {3, 12}
+    for count in (3, 12):
         served = {row["policy"] for row in rows if row["experts"] == count}
         assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
 
@@ -136,9 +135,9 @@ def test_number_of_experts(tmp_path, trained, monkeypatch):
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
     assert routing_episodes.main(argv) == 0
-    for row in rows_of(tmp_path / "fig10_end_to_end.csv"):
-        parts = sum(float(row[part]) for part in routing_episodes.PARTS)
-        assert parts == pytest.approx(float(row["e2e_s"]), rel=1e-3)
+    for row in read_rows(tmp_path / "fig10_end_to_end.csv"):
+        parts = sum(row[part] for part in routing_episodes.PARTS)
+        assert parts == pytest.approx(row["e2e_s"], rel=1e-3)
     kwargs = {"profiles": HET, "rate": 8.0, "episode_requests": 200}
     found = routing_episodes.long_run("greedy_qos", kwargs, 2, window_s=5.0)
     weight = found["requests"]
@@ -156,7 +155,7 @@ def test_learning_figures(tmp_path, trained, monkeypatch):
     monkeypatch.setattr("servegym.agents.lib.checkpoint.SHIPPED", tmp_path / "nothing")
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
     assert routing_learning.main([*argv, "--episodes", "1"]) == 0
-    predictors = rows_of(tmp_path / "fig18_predictors.csv")
+    predictors = read_rows(tmp_path / "fig18_predictors.csv")
     assert len({row["predictors"] for row in predictors}) == 7
     for name in ("shortest_queue", "baseline_rl"):  # neither reads a prediction
         own = [row["qos"] for row in predictors if row["policy"] == name]
@@ -164,7 +163,7 @@ def test_learning_figures(tmp_path, trained, monkeypatch):
     so = [row["predictors"] for row in predictors if row["policy"] == f"sac_han{RETRAINED}"]
     assert so == ["PS+PL", "ZS+ZL"]
     assert "sac_han" not in {row["policy"] for row in predictors}
-    table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
-    assert 10_000 < int(table["HAN"]["parameters"]) < 60_000
+    table = {row["component"]: row for row in read_rows(tmp_path / "table2_router.csv")}
+    assert 10_000 < table["HAN"]["parameters"] < 60_000
     one = table["one decision"]
-    assert 0 < float(one["p50_ms"]) <= float(one["p99_ms"])
+    assert 0 < one["p50_ms"] <= one["p99_ms"]

@@ -3,11 +3,7 @@
 import numpy as np
 import pytest
 
-from servegym.experiments.papers.serverless.predictors import (
-    PREDICTORS,
-    js_divergence,
-    make_predictor,
-)
+from servegym.experiments.papers.serverless.predictors import PREDICTORS, js_divergence
 from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
     BruteForce,
@@ -43,7 +39,7 @@ def soft_cosine(first, second, sigma=1e-12):
 def test_every_predictor_returns_distributions_and_repeats_itself(name):
     embeddings, shares, topic = made_up()
     found = [
-        make_predictor(name)
+        PREDICTORS[name]()
         .fit(embeddings[:200], shares[:200], tasks=topic[:200])
         .predict(embeddings[200:], task=topic[200:])
         for _ in range(2)
@@ -64,8 +60,8 @@ def test_predictors_that_look_at_the_prompt_beat_the_mean(name):
             predictor.predict(embeddings[200:], task=topic[200:]), shares[200:]
         ).mean()
 
-    mean = error(make_predictor("dop"))
-    assert error(make_predictor(name)) < 0.7 * mean < 0.7 * error(make_predictor("ef"))
+    mean = error(PREDICTORS["dop"]())
+    assert error(PREDICTORS[name]()) < 0.7 * mean < 0.7 * error(PREDICTORS["ef"]())
 
 
 def test_brute_force_is_the_softmax_weighted_mean():
@@ -93,7 +89,7 @@ def test_js_divergence_has_known_values():
 @pytest.mark.parametrize("name", TREES)
 def test_the_tree_holds_every_prompt_once_below_its_medoids(name):
     embeddings, shares, _ = made_up(400)
-    fitted = make_predictor(name, alpha=3, beta=20).fit(embeddings, shares)
+    fitted = PREDICTORS[name](alpha=3, beta=20).fit(embeddings, shares)
     leaves = fitted.tree.leaves
     assert len(leaves) > 400 // 20
     assert max(map(len, leaves)) <= 20

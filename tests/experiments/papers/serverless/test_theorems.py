@@ -7,11 +7,10 @@ from servegym.baselines.serverless_moe.remoe.bounds import theorem1_printed
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.plans import lpt, smallest_spec
 from servegym.envs.workloads.activations import make_toy_activations
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import theorems as serverless_theorems
-from servegym.experiments.papers.serverless.predictors import make_predictor
-
-from ..tables import rows_of
+from servegym.experiments.papers.serverless.predictors import PREDICTORS
 
 
 def of(rows, statement, form):
@@ -33,13 +32,13 @@ def test_the_command_writes_every_statement(tmp_path, monkeypatch):
     monkeypatch.setattr(serverless_theorems, "load_activations", lambda name: toy)
     monkeypatch.setattr(serverless_theorems, "TOKENS", (4,))
     assert serverless_theorems.main(["--quick", "--out", str(tmp_path)]) == 0
-    rows = rows_of(tmp_path / "theorems.csv")
+    rows = read_rows(tmp_path / "theorems.csv")
     statements = {"theorem 1", "theorem 4", "corollary 1", "conformal"}
     assert {row["statement"] for row in rows} == statements
     for row in rows:
-        assert 0 <= float(row["low"]) <= float(row["holds"]) <= float(row["high"]) <= 1
-    whole = [row for row in of(rows, "corollary 1", "corrected") if row["b"] == "1.0"]
-    assert whole and all(float(row["largest_ratio"]) == pytest.approx(1.0) for row in whole)
+        assert 0 <= row["low"] <= row["holds"] <= row["high"] <= 1
+    whole = [row for row in of(rows, "corollary 1", "corrected") if row["b"] == 1]
+    assert whole and all(row["largest_ratio"] == pytest.approx(1.0) for row in whole)
     record = read_record(tmp_path / "theorems.csv")
     assert record["quick"] and record["notes"]
     assert (tmp_path / "theorems.png").read_bytes().startswith(b"\x89PNG")
@@ -52,7 +51,7 @@ def test_theorem_4_layer_by_layer():
     rows = serverless_theorems.recorded_theorem4(toy)
     for row in (r for r in rows if r["form"] == "largest count" and r["ranking"] == "own counts"):
         assert row["holds"] == 1.0 and row["largest_ratio"] <= 1.0 + 1e-9  # list scheduling
-    category, nothing = make_predictor("category"), np.zeros((len(toy.tokens), 1))
+    category, nothing = PREDICTORS["category"](), np.zeros((len(toy.tokens), 1))
     category.fit(nothing[train], toy.frequencies()[train], tasks=toy.task[train])
     shares = category.predict(nothing[held], task=toy.task[held])
     experts, b, z, met = toy.model.experts, 0.75, 2, []

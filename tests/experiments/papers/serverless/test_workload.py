@@ -10,6 +10,7 @@ from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.kernel.cost import swap_s
 from servegym.envs.workloads.activations import load_activations
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import cold_start as serverless_coldstart
 from servegym.experiments.papers.serverless import fits as serverless_fits
@@ -18,8 +19,6 @@ from servegym.experiments.papers.serverless import similarity as serverless_simi
 from servegym.experiments.papers.serverless import workload as serverless_workload
 from servegym.experiments.papers.serverless.billing import recorded_request
 from servegym.hardware_profiles.serverless import ThetaLaw
-
-from ..tables import rows_of
 
 DEEPSEEK = "deepseek-v2-lite"
 
@@ -32,7 +31,7 @@ def made(main, tmp_path, stems, *argv):
         record = read_record(tmp_path / f"{stem}.csv")
         assert record["command"].startswith("python -m servegym.experiments.papers.serverless.")
         assert record["quick"] and record["notes"]
-    return [rows_of(tmp_path / f"{stem}.csv") for stem in stems]
+    return [read_rows(tmp_path / f"{stem}.csv") for stem in stems]
 
 
 def test_recorded_request_counts_tokens_one_by_one():
@@ -54,28 +53,26 @@ def test_recorded_request_counts_tokens_one_by_one():
 def test_fig3(tmp_path):
     (rows,) = made(serverless_similarity.main, tmp_path, ["fig03_similarity"], "--episodes", "6")
     tenths = [r for r in rows if r["embedding"] == "token" and r["group"].startswith("tenth")]
-    near = [float(r["similarity"]) for r in tenths]
+    near = [r["similarity"] for r in tenths]
     assert len(near) == 10 and near == sorted(near)
     # The tenths hold all training prompts once: their mean is that of all pairs.
     book = load_activations("gpt-oss-20b")
     far = serverless_similarity.pair_divergences(book, book.rows("eval")[:6])
     parts = [len(x) for x in np.array_split(np.arange(far.shape[1]), 10)]
-    values = [float(r["value"]) for r in tenths]
+    values = [r["value"] for r in tenths]
     assert np.average(values, weights=parts) == pytest.approx(far.mean(), rel=1e-9)
 
 
 @pytest.mark.slow
 def test_fig6(tmp_path):
     (rows,) = made(serverless_fits.main, tmp_path, ["fig06_fits"])
-    found = {(r["model"], r["part"], r["series"], r["x"]): float(r["value"]) for r in rows}
+    found = {(r["model"], r["part"], r["series"], r["x"]): r["value"] for r in rows}
     system = build_system(DEEPSEEK)
-    assert found[DEEPSEEK, "memory in GB", "environment", "2.0"] == pytest.approx(
+    assert found[DEEPSEEK, "memory in GB", "environment", 2] == pytest.approx(
         1e3 * float(system.expert_cpu_s(2048.0, 1)), rel=1e-9
     )
     assert found["gpt2-moe", "law", "environment", "theta2_per_gb"] == 11.8665
-    one, many = (
-        found[DEEPSEEK, "tokens on one vCPU", "measured, float32", n] for n in ("1", "256")
-    )
+    one, many = (found[DEEPSEEK, "tokens on one vCPU", "measured, float32", n] for n in (1, 256))
     assert 0 < one < many
 
 
@@ -100,7 +97,7 @@ def test_starts_by_hand(b):
 @pytest.mark.slow
 def test_calculate(tmp_path):
     (rows,) = made(serverless_overhead.main, tmp_path, ["fig11_calculate"])
-    ms = {(r["model"], r["step"]): float(r["ms"]) for r in rows}
+    ms = {(r["model"], r["step"]): r["ms"] for r in rows}
     assert 0 < ms[DEEPSEEK, "MMP"] < ms[DEEPSEEK, "decide (remoe_cost)"] < 5_000
     system = build_system(DEEPSEEK)
     assert ms[DEEPSEEK, "container start"] == 1e3 * system.container_start_main_s
