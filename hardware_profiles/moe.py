@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym._files import read_json
 from servegym.hardware_profiles.load import data_path, unknown_name
-from servegym.hardware_profiles.schema import read_json
 
 _PREFIX = "moe-"
 

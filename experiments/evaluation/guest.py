@@ -176,7 +176,7 @@ class GuestPolicy(EvaluatedPolicy):
         """Learn what an action is, and let requests wait for slow decisions where they can."""
         space = env.action_space
         self._parts = space.spaces if isinstance(space, Dict) else {"": space}
-        self._delay_s = dict(env.unwrapped.problem.arguments).get("router_delay_s")
+        self._delay_s: Any = dict(env.unwrapped.problem.arguments).get("router_delay_s")
         self._batch = None if self._delay_s is None else env.unwrapped.batch
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, save, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, rounded
@@ -26,7 +27,7 @@ from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import FORMAT, write_json
+from servegym.hardware_profiles.schema import FORMAT
 
 BASE = "rtx4090-llama-3.1-8b"
 # Iteration size at which the prefill ratio is defined: well above every card's ridge point.
@@ -375,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profiles += derive_cards(options.data, load(BASE)).values()
     save(profiles, options.out)
     for name, fleet in fleets().items():
-        write_json(fleet, options.out / f"fleet-{name}.json")
+        write_json(options.out / f"fleet-{name}.json", fleet)
     return 0
 
 

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
@@ -54,7 +55,6 @@ from servegym.hardware_profiles.kernels import (
 )
 from servegym.hardware_profiles.law import LawTables
 from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
-from servegym.hardware_profiles.schema import write_json
 
 _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
 # Cards that ship as kernel tables alone. Memory as nvidia-smi reports it; bandwidth, peak in 16
@@ -841,7 +841,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content["held_out"] |= spreads
     for card, content in fitted.items():
         path = options.out / f"{card}.json"
-        write_json(content, path)
+        write_json(path, content)
         print(f"{card}: {path.stat().st_size / 1e3:.0f} kB")
         for what, error in content["held_out"].items():
             print(f"  {what}: median {error['median']:.3f}, p90 {error['p90']:.3f}")

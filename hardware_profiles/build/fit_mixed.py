@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import read_json, write_json
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.published import MODEL_FOLDERS
@@ -37,7 +38,6 @@ from servegym.hardware_profiles.kernels import MixedAttention, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import data_path, load
 from servegym.hardware_profiles.model_config import model_shape
-from servegym.hardware_profiles.schema import read_json, write_json
 
 # Cards whose engine runs decodes and chunks in one kernel, and their L2 caches (NVIDIA's
 # architecture white papers).
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="folder of the published tables")
     for card, mixed in fit_all(parser.parse_args(arguments).data).items():
         path = data_path("kernels") / f"{card}.json"
-        write_json(with_mixed(read_json(path), mixed), path)
+        write_json(path, with_mixed(read_json(path), mixed))
     name = "rtxpro6000-llama-3.1-8b"
     with_surplus(load(name), "rtxpro6000", "llama-3.1-8b").save(data_path(f"{name}.json"))
     return 0

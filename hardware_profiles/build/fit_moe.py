@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.published import MODEL_FOLDERS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
@@ -32,7 +33,6 @@ from servegym.hardware_profiles.calibrate.fitting import (
     rounded,
 )
 from servegym.hardware_profiles.interpolation import along
-from servegym.hardware_profiles.schema import write_json
 
 FORMAT = "servegym-moe-layer/1"
 L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     layers = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
     for layer in layers:
-        write_json(layer, Path(options.out) / f"moe-{layer['name']}.json")
+        write_json(Path(options.out) / f"moe-{layer['name']}.json", layer)
         law = layer["law"]
         print(
             f"{layer['name']}: layer, 1 and 256 tokens {1e6 * _layer_s(layer, 1):.0f} and "

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
-from servegym.hardware_profiles.schema import write_json
 from servegym.hardware_profiles.serverless import MB, SERVING
 
 FORMAT = "servegym-serverless-constants/1"
@@ -403,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="constants.json", help="file to write")
     options = parser.parse_args(arguments)
     data = fit(options.folder, options.cpu_expert)
-    write_json(data, options.out)
+    write_json(options.out, data)
     for key, expert in data["cpu_expert"]["shapes"].items():
         print(f"{key}: {expert}")
     print(f"threads: {data['thread_scaling']}")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import read_json
 from servegym.hardware_profiles.calibrate.check import score_lines
 from servegym.hardware_profiles.calibrate.fitting import (
     ESTIMATOR_MAX_CONTEXT,
@@ -45,7 +46,7 @@ from servegym.hardware_profiles.host import parse_engine, with_engine
 from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import MIXED_TABLE, read_json
+from servegym.hardware_profiles.schema import MIXED_TABLE
 
 # Reading all weights once takes at least this long on any device, and no longer than this on
 # one worth serving from. Outside lies a unit mistake.

@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import read_json, write_json
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import errors, simulate
@@ -67,7 +68,6 @@ from servegym.hardware_profiles.constants import FILE
 from servegym.hardware_profiles.kernels import list_cards, load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
-from servegym.hardware_profiles.schema import read_json, write_json
 
 __all__ = ["main", "step_errors"]
 
@@ -516,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             content = read_json(data_path(FILE))
             for name, value in constants.items():
                 content["constants"][name]["value"] = value
-            write_json(content, data_path(FILE))
+            write_json(data_path(FILE), content)
         _print_intervals(rows)
         write_result(RESULTS / "fidelity" / "intervals", rows, origin)
         return 0

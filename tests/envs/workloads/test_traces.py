@@ -101,7 +101,7 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\
         ('[{"timestamp": 0}]\n', None, ":1", "is a JSON array; write one JSON object on each line"),
         ("[\n {\n", None, ":1", "is a JSON array"),
         (BURST + "1_0,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "not a time"),
-        (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "a key is there twice"),
+        (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "given twice"),
         (AZURE + "2023-13-16 18:15:46,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
         (ROW + "{broken\n", None, ":2", "not JSON"),
         (

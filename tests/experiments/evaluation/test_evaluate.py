@@ -200,7 +200,7 @@ def test_printed_table(result, capsys):
         ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
         ({"policies": ["mappo_placement"]}, "is a policy for expert_placement"),
         ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),
-        ({"env_id": "servegym/LLMRoutng-v0"}, "did you mean 'servegym/LLMRouting"),
+        ({"env_id": "servegym/LLMRoutng-v0"}, "Did you mean 'servegym/LLMRouting"),
         ({"env_kwargs": {"rte": 8}}, "rte.*rate"),
         ({"env_kwargs": {"rate": -1}}, "rate"),
         ({"env_kwargs": {"profiles": "edge-6-heterogenous"}}, "edge-6-heterogeneous"),
