@@ -11,11 +11,17 @@ from gymnasium import spaces
 
 from servegym._jit import compile_kernels
 from servegym.envs._batch import Batch
+from servegym.envs._columns import bounds
 from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
 from servegym.envs.prefix_routing.kernel import layout, steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
+from servegym.envs.prefix_routing.kernel.observation import (
+    REPLICA,
+    REQUEST,
+    SEEN_REPLICA,
+    SEEN_REQUEST,
+)
 from servegym.envs.prefix_routing.outcomes import outcomes_of
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import LOG_SOURCES, put_replicas, put_requests
@@ -76,27 +82,26 @@ class PrefixState:
 
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
-    n = problem.num_replicas
-    high, low = np.array(REPLICA_HIGH, np.float32), np.array(REPLICA_LOW, np.float32)
-    top = np.array(REQUEST_HIGH, np.float32)
-    if problem.arguments.view != DICT:
-        bottom, zeros = np.where(low < 0, -1.0, 0.0).astype(np.float32), np.zeros_like(top)
-        if problem.arguments.view == SUMMARY:
-            bottom = np.tile(np.append(bottom, zeros), (n, 1))
-            return spaces.Box(bottom, np.ones_like(bottom), dtype=np.float32)
-        bottom = np.append(zeros, np.tile(np.append(bottom, zeros[:1]), n))
-        most = np.append(np.ones_like(low), np.float32(steps.MAX_SHARE))
-        most = np.append(zeros + 1, np.tile(most, n))
-        return spaces.Box(bottom, most, dtype=np.float32)
-    most = np.iinfo(np.int32).max
-    return spaces.Dict(
-        {
-            "ids": spaces.Box(0, most, (2,), np.int32),
-            "replicas": spaces.Box(np.tile(low, (n, 1)), np.tile(high, (n, 1)), dtype=np.float32),
-            "request": spaces.Box(np.zeros_like(top), top, dtype=np.float32),
-            "time_s": spaces.Box(0.0, MAX_TIME_S, (1,), np.float32),
-        }
-    )
+    n, view = problem.num_replicas, problem.arguments.view
+    replica, request = bounds(REPLICA), bounds(REQUEST)
+    if view == DICT:
+        low, high = np.tile(replica[:, None], (n, 1))
+        most = np.iinfo(np.int32).max
+        return spaces.Dict(
+            {
+                "ids": spaces.Box(0, most, (2,), np.int32),
+                "replicas": spaces.Box(low, high, dtype=np.float32),
+                "request": spaces.Box(*request, dtype=np.float32),
+                "time_s": spaces.Box(0.0, MAX_TIME_S, (1,), np.float32),
+            }
+        )
+    replica, request = np.sign(replica), np.sign(request)  # scaled
+    if view == SUMMARY:
+        low, high = np.tile(np.hstack([replica, request])[:, None], (n, 1))
+    else:
+        share = np.array([[0.0], [steps.MAX_SHARE]], np.float32)
+        low, high = np.hstack([request, np.tile(np.hstack([replica, share]), n)])
+    return spaces.Box(low, high, dtype=np.float32)
 
 
 def action_space(problem: Problem) -> spaces.Discrete:
@@ -130,15 +135,18 @@ class PrefixBatch(Batch):
             scraped=np.zeros((num_rows, n)),
             ids=np.zeros((num_rows, count, 2), dtype=np.int32),
         )
-        features, width = len(REPLICA_HIGH), len(REQUEST_HIGH)
+        features, width = len(REPLICA), len(REQUEST)
+        replicas = np.zeros((num_rows, n), SEEN_REPLICA)
+        request = np.zeros(num_rows, SEEN_REQUEST)
         scaled = {DICT: 0, FLAT: width + n * (features + 1), SUMMARY: n * (features + width)}
         self.buffers = steps.Buffers(
-            replicas=np.zeros((num_rows, n, features), dtype=np.float32),
-            request=np.zeros((num_rows, width), dtype=np.float32),
+            replicas=replicas.view(np.float32).reshape(num_rows, n, features),
+            request=request.view(np.float32).reshape(num_rows, width),
+            seen_replicas=replicas,
+            seen_request=request,
             ids=np.zeros((num_rows, 2), dtype=np.int32),
             time_s=np.zeros((num_rows, 1), dtype=np.float32),
             scaled=np.zeros((num_rows, scaled[problem.arguments.view]), dtype=np.float32),
-            high=np.array([*REQUEST_HIGH, *(REPLICA_HIGH * n)], dtype=np.float32),
             mask=np.zeros((num_rows, n + problem.arguments.admission), dtype=np.int8),
             reward=np.zeros((num_rows, 2)),
         )

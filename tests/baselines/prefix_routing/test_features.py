@@ -14,7 +14,7 @@ from servegym.baselines.prefix_routing.plugins import GatewayPolicy
 from servegym.baselines.prefix_routing.rollout import CONSTANTS
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 
 SMALL = {
     "workload": "tenants",
@@ -46,8 +46,8 @@ def batch_of(rows=3, **changes):
 
 def slow_features(seen, row, n, block_size):
     """The features of a replica one by one, from their descriptions."""
-    of = dict(zip(REPLICA_FEATURES, seen["replicas"][row, n].astype(float), strict=True))
-    asked = dict(zip(REQUEST_FEATURES, seen["request"][row].astype(float), strict=True))
+    of = dict(zip(OF_REPLICA, seen["replicas"][row, n].astype(float), strict=True))
+    asked = dict(zip(OF_REQUEST, seen["request"][row].astype(float), strict=True))
     objective = asked["ttft_slo_s"]
     per_s = of["prefill_tokens_per_s"]
     prefill = min((asked["prompt_tokens"] - of["match_tokens"]) / per_s / objective, 8)

@@ -19,7 +19,7 @@ from servegym.baselines.prefix_routing.plugins import (
 from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.families import family_named
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 from servegym.experiments.evaluation.resolve import resolve
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -228,11 +228,11 @@ def drawn_states(rows, rng):
         "match_tokens": (prompt // ENTRY)[:, None] * rng.integers(0, 5, (rows, N)) // 4 * ENTRY,
         "session_replica": np.eye(N + 1, N)[rng.integers(0, N + 1, rows)],
     }
-    replicas = np.zeros((rows, N, len(REPLICA_FEATURES)), np.float32)
+    replicas = np.zeros((rows, N, len(OF_REPLICA)), np.float32)
     for name, values in draws.items():
-        replicas[:, :, REPLICA_FEATURES.index(name)] = values
-    request = np.zeros((rows, len(REQUEST_FEATURES)), np.float32)
-    request[:, REQUEST_FEATURES.index("prompt_tokens")] = prompt
+        replicas[:, :, OF_REPLICA[name]] = values
+    request = np.zeros((rows, len(OF_REQUEST)), np.float32)
+    request[:, OF_REQUEST["prompt_tokens"]] = prompt
     seen = {"replicas": replicas, "request": request}
     seen |= {"ids": np.zeros((rows, 2), np.int64), "time_s": np.zeros((rows, 1))}
     return seen, (rng.random((rows, N)) < rng.choice([0.2, 0.7, 1], rows)[:, None]).astype(np.int8)
@@ -284,7 +284,7 @@ def test_rules_do_what_the_gateways_do(gateway, admission):
 def test_equal_replicas_are_drawn_or_the_first_is_taken(gateway):
     seen, mask = drawn_states(200, np.random.default_rng(0))
     seen["replicas"][:] = seen["replicas"][:, :1]
-    seen["replicas"][:, :, REPLICA_FEATURES.index("session_replica")] = 0
+    seen["replicas"][:, :, OF_REPLICA["session_replica"]] = 0
     mask[:] = [0, 1, 1, 1, 0]
     policy = GatewayPolicy(system(), gateway, GATEWAYS[gateway].default())
     policy.reset(200, 3)
