@@ -295,8 +295,6 @@ class RoutingBatch(Batch):
         c["waiting_capacity"] = setting["waiting_capacity"]
         c["scheduler"] = SCHEDULERS[setting["scheduler"]]
         c["memory_policy"] = MEMORY_POLICIES[setting["memory_policy"]]
-        caching = shared["prefix_caching"] and c["scheduler"] == layout.CHUNKED
-        c["prefix_caching"] = caching and c["memory_policy"] == layout.PAGED
         c["async_scheduling"] = shared["async_scheduling"] and c["scheduler"] == layout.CHUNKED
         c["token_budget"] = setting["prefill_token_budget"]
         expert["capacity"][:count] = np.array(setting["kv_capacity_tokens"]) // int(c["block_size"])

@@ -107,7 +107,6 @@ CONFIG = record(
     ("max_waiting", "i8"),
     ("scheduler", "i8"),  # ORCA or CHUNKED
     ("memory_policy", "i8"),  # RESERVE or PAGED
-    ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks
     ("async_scheduling", "i8"),  # 1: an iteration is planned while the one before it runs
     ("token_budget", "i8"),  # tokens of an iteration, at most
     ("block_size", "i8"),  # tokens of a KV block
@@ -190,9 +189,6 @@ EXPERT = record(
     ("vacant", "i8"),  # the first slot without a request
     ("admissions", "i8"),  # so far
     ("reserved", "i8"),  # blocks for the longest answers of the running requests
-    # Prefix caching: ends of the queue of cached free blocks.
-    ("free_head", "i8"),
-    ("free_tail", "i8"),
     # Rows of the observation that are not zero.
     ("written_running", "i8"),
     ("written_waiting", "i8"),
@@ -229,9 +225,6 @@ SLOT = record(
     ("first", "f8"),  # s, first token; NaN before
     ("chunk", "i4"),  # tokens of its prefill in this iteration
     ("computed", "i4"),  # tokens whose prefill is done
-    # Prefix caching: where its blocks lie among the cached free ones.
-    ("segment", "i8"),
-    ("segment_blocks", "i4"),
     ("preemptions", "i4"),
 )
 """A request at an expert."""
