@@ -17,7 +17,6 @@ from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import (
     DRAWN,
     MAX_EXPERTS,
-    MAX_LATENCY_REQUIREMENT_S,
     MAX_RUNNING,
     MAX_WAITING,
     SETTING,
@@ -87,7 +86,7 @@ class RoutingArguments(Arguments):
     requests_file: str | None = arg.other(None, "file of an episode's requests", _file)
     episode_requests: int | None = arg.whole(None, 1, "1000, or those of the file", high=10_000_000)
     latency_requirement_s: Range = arg.span(
-        0.030, "L in s per token, or a range", high=MAX_LATENCY_REQUIREMENT_S
+        0.030, "L in s per token, or a range", high=layout.MAX_LATENCY_REQUIREMENT_S
     )
     fleet: str | Mapping[str, Any] | None = arg.other(
         None, 'a fleet or deployment by name, `"random"`, or a setting'
