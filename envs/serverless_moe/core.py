@@ -110,7 +110,7 @@ class ServerlessBatch(Batch):
         c = problem.tables.cfg[0]
         length, layers, experts = int(c["requests"]), int(c["layers"]), int(c["experts"])
         flat = np.zeros((num_rows, flat_width(problem)), dtype=np.float32)
-        first = len(layout.FLAT_COLUMNS)
+        flat_scalars = np.zeros(num_rows, dtype=layout.FLAT_SCALARS)
         self.arrays = layout.Batch(
             requests=np.zeros((num_rows, length), dtype=layout.REQUEST),
             trem=np.zeros((num_rows, length + 1, layers)),
@@ -125,8 +125,8 @@ class ServerlessBatch(Batch):
             scalars=np.zeros(num_rows, dtype=layout.SCALARS),
             warm_remote=np.zeros((num_rows, layers, 2), dtype=np.float32),
             flat=flat,
-            flat_scalars=flat[:, :first].view(layout.FLAT_SCALARS)[:, 0],
-            flat_shares=flat[:, first:].reshape(num_rows, 2, -1, 2),
+            flat_scalars=flat_scalars,
+            flat_columns=flat_scalars.view(np.float32).reshape(num_rows, -1),
             action_mask=np.ones((num_rows, int(c["width"])), dtype=np.int8),
             out=np.zeros((num_rows, 4)),
             known=layout.KnownPlans(

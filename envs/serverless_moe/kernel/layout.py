@@ -334,8 +334,8 @@ class Batch(NamedTuple):
         scalars: ``(B,)`` :data:`SCALARS`, observation.
         warm_remote: float32 ``(B, L, 2)`` observation.
         flat: float32 ``(B, F)`` observation of the flat view.
-        flat_scalars: ``(B,)`` :data:`FLAT_SCALARS`, its first columns.
-        flat_shares: float32 ``(B, 2, levels, 2)``, the others.
+        flat_scalars: ``(B,)`` :data:`FLAT_SCALARS`, its first columns by name.
+        flat_columns: float32 ``(B, 15)``, the same memory by number.
         action_mask: int8 ``(B, A)``.
         out: ``(B, 4)`` the three reward terms and whether the episode ended.
         known: :class:`KnownPlans`.
@@ -354,7 +354,7 @@ class Batch(NamedTuple):
     warm_remote: Any
     flat: Any
     flat_scalars: Any
-    flat_shares: Any
+    flat_columns: Any
     action_mask: Any
     out: Any
     known: KnownPlans

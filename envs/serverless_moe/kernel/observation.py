@@ -113,8 +113,8 @@ def _observe_no_request(s, activations, flat):
 
 
 @inner
-def _observe_flat(c, s, warm_remote, share, worst_share, f, shares):
-    """Write the flat view: its first columns ``f``, and of the prompt ``(2, levels, 2)`` shares."""
+def _observe_flat(c, s, warm_remote, share, worst_share, f, columns, flat):
+    """Write the flat view: its first columns, ``f`` by name, and behind them those of each b."""
     f.n_in = min(s.n_in / c.max_in, 1.0)
     f.n_out_predicted = min(s.n_out_predicted / c.max_out, 1.0)
     f.ttft_limit = min(s.ttft_limit / 60.0, 1.0)
@@ -132,13 +132,16 @@ def _observe_flat(c, s, warm_remote, share, worst_share, f, shares):
     f.remote_replicas = mean_replicas
     f.price_cpu = min(s.price_cpu, 1.0)
     f.price_gpu = min(s.price_gpu / 10.0, 1.0)
+    at = len(columns)
+    flat[:at] = columns
     for order in range(2):
         for level in range(c.levels):
             mean = 0.0
             for layer in range(c.layers):
                 mean += share[order, level, layer]
-            shares[order, level, 0] = min(mean / c.layers, 1.0)
-            shares[order, level, 1] = min(worst_share[order, level], 1.0)
+            flat[at] = min(mean / c.layers, 1.0)
+            flat[at + 1] = min(worst_share[order, level], 1.0)
+            at += 2
 
 
 @inner
@@ -174,7 +177,8 @@ def observe_row(t, b, row):
     masks = t.masks[q if e.order == 0 else t.predicted.shape[0], e.level]
     _observe_request(c, e, request, b.trem[row, e.index], functions, masks, s)
     if c.flat_view == FLAT:
-        f, shares = b.flat_scalars[row], b.flat_shares[row]
-        _observe_flat(c, s, warm_remote, t.share[q], t.worst_share[q], f, shares)
+        shares = t.share[q], t.worst_share[q]
+        f, columns = b.flat_scalars[row], b.flat_columns[row]
+        _observe_flat(c, s, warm_remote, *shares, f, columns, b.flat[row])
     else:
         _observe_dict(t.predicted[q], b.activations[row])
