@@ -45,6 +45,7 @@ HEADERS_S = 30.0
 SWEEP_S = 1.0
 NAMED = "X-Servegym-Server"
 _OPTIONS = ("kv_tokens", "block_size", "async_scheduling")
+_SHUT = ("refuse", "crash")  # kinds of failures in which the port is closed
 _KEPT = 512  # requests that ended, for the page
 
 
@@ -157,12 +158,7 @@ class Served:
     end: str = ""  # why it ended: stop, length, abort or error
     slot: int = -1
     reason: str = "length"  # why its answer ends
-    waiter: asyncio.Future[None] | None = field(default=None, repr=False)
-
-    def wake(self) -> None:
-        """Let the handler go on."""
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+    news: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # a token, or the end
 
 
 class SimulatedServer:
@@ -251,7 +247,6 @@ class SimulatedServer:
 
     def _hand_out(self, tokens: Sequence[tuple[float, int, int]]) -> None:
         metrics, scale = self.metrics, 1.0 / self.speed
-        woken = []
         for time_s, slot, last in tokens:
             one = self._open[slot]
             one.count += 1
@@ -270,10 +265,8 @@ class SimulatedServer:
             one.last_s = time_s
             if last:
                 self._end(one, one.reason)
-            woken.append(one)
+            one.news.set()
         metrics.total["generation_tokens"] += len(tokens)
-        for one in woken:
-            one.wake()
 
     def _end(self, one: Served, reason: str) -> None:
         """A request is over; its slot is given back."""
@@ -353,8 +346,8 @@ class SimulatedServer:
             sent = 0
             while sent < one.count or not one.end:
                 if sent == one.count:
-                    one.waiter = self._loop.create_future()
-                    await one.waiter
+                    one.news.clear()
+                    await one.news.wait()
                     continue
                 first, sent = sent, min(one.count, cut_after)
                 if response is not None:
@@ -427,12 +420,8 @@ class SimulatedServer:
                 f"server {self.spec.name!r}: port {self.spec.port} of {self.spec.host} cannot be "
                 f"used: {error.strerror or error}"
             ) from None
-        self._tasks = [
-            asyncio.create_task(self.fail(one))
-            for one in self.faults
-            if one.kind in ("refuse", "crash")
-        ]
-        self._tasks.append(asyncio.create_task(self._sweep()))
+        shut = [self.fail(one) for one in self.faults if one.kind in _SHUT]
+        self._tasks = [asyncio.create_task(one) for one in (*shut, self._sweep())]
 
     @web.middleware
     async def _around(
@@ -476,14 +465,14 @@ class SimulatedServer:
             await asyncio.sleep(max(0.0, (fault.end_s - self.now) / self.speed))
             # Another failure may keep it shut.
             now = self.now
-            if not any(one.kind in ("refuse", "crash") and one.at(now) for one in self.faults):
+            if not any(one.kind in _SHUT and one.at(now) for one in self.faults):
                 await self._listen()
 
     def _crash(self) -> None:
         self._work()
         for one in list(self._open.values()):
             self._end(one, "error")
-            one.wake()
+            one.news.set()
         self.engine.clear()
         self._schedule()
         for connection in self._site.connections:

@@ -42,12 +42,6 @@ def spec(name="a", **more):
     return ServerSpec(name, "simulated", **given)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """The engine is compiled before a server runs in real time."""
-    LiveEngine(load(PROFILE), max_num_seqs=8).work(0.0)
-
-
 def served(scenario, *specs, faults=(), speed=20.0, **more):
     """What ``scenario(session, *servers)`` gives, before servers on the loop of the command."""
 

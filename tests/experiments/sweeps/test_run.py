@@ -112,11 +112,7 @@ def test_every_argument_of_a_shipped_sweep_is_one_of_its_agent(name: str) -> Non
         ("method: bayes", "method: [bayes", "mine.yaml"),
         ("method: bayes", "method: bayes\ncommand: [x]", "command is not carried out: arguments"),
         ("goal: minimize", "goal: minimize, target: 1", "metric.target is not carried out"),
-        (
-            "eval/score,",
-            "'eval/score ',",
-            "metric.name is 'eval/score '; write a text",
-        ),
+        ("eval/score,", "'eval/score ',", "metric.name is 'eval/score '; write a text"),
         (
             "method: bayes",
             "method: bayes\nearly_terminate: {type: hyperband, s: 2, eta: 3, max_iter: 27}",
@@ -127,11 +123,7 @@ def test_every_argument_of_a_shipped_sweep_is_one_of_its_agent(name: str) -> Non
             "method: bayes\nearly_terminate: {type: hyperband, strict: true}",
             "early_terminate.strict is not carried out",
         ),
-        (
-            "method: bayes",
-            "method: bayes\nrun_cap: 0",
-            "run_cap=0 must be a whole number",
-        ),
+        ("method: bayes", "method: bayes\nrun_cap: 0", "run_cap=0 must be a whole number"),
         ("{min: 1, max: 9}", "{min: 1, max: 9, q: 2}", "parameters.num_steps.key='q' is unknown"),
     ],
 )

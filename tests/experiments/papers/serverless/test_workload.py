@@ -100,7 +100,7 @@ def test_calculate(tmp_path):
     ms = {(r["model"], r["step"]): r["ms"] for r in rows}
     assert 0 < ms[DEEPSEEK, "MMP"] < ms[DEEPSEEK, "decide (remoe_cost)"] < 5_000
     system = build_system(DEEPSEEK)
-    assert ms[DEEPSEEK, "container start"] == 1e3 * system.container_start_main_s
+    assert ms[DEEPSEEK, "container start"] == 1e3 * system.container_start_s
     assert ("gpt-oss-20b", "predict (sps)") in ms and (DEEPSEEK, "predict (category)") in ms
 
 
