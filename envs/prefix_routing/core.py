@@ -22,7 +22,6 @@ from servegym.envs.prefix_routing.kernel.observation import (
     SEEN_REQUEST,
 )
 from servegym.envs.prefix_routing.outcomes import outcomes_of
-from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import LOG_SOURCES, put_replicas, put_requests
 
 REQUEST_LOG = np.dtype(
@@ -187,8 +186,9 @@ class PrefixBatch(Batch):
         # All chance of an episode here: what follows goes by the actions alone.
         requests, predicted = problem.draw(random)
         numbered = prompts(problem.gateway, requests)
-        self._make_room(len(requests.segments), sizes(numbered))
-        self._empty_store(row, requests)
+        ids = int(requests.segments.sum(axis=1).max(initial=1))
+        self._make_room(len(requests.segments), ids, sizes(numbered))
+        self.systems.known[row] = 0
         first = self._first_segment(row)
         self.systems.segments[first : first + len(requests.segments)] = requests.segments
         put_requests(self.systems, row, requests, first)
@@ -215,8 +215,8 @@ class PrefixBatch(Batch):
     def _first_segment(self, row: int) -> int:
         return row * (len(self.systems.segments) // self.num_rows)
 
-    def _make_room(self, segments: int, lengths: Mapping[str, int]) -> None:
-        """Enlarge what an episode with so many segments and such arrays does not fit in."""
+    def _make_room(self, segments: int, ids: int, lengths: Mapping[str, int]) -> None:
+        """Enlarge what an episode with so many segments and block ids and such arrays exceeds."""
         old = len(self.systems.segments) // self.num_rows
         if segments > old:
             # Twice what is needed: the parts of all rows move when the array grows.
@@ -227,6 +227,10 @@ class PrefixBatch(Batch):
             for name in ("first_segment", "segment"):
                 self.systems.request[name] += shift
             self.systems = self.systems._replace(segments=parts.reshape(-1, 2))
+        store = self.systems.known
+        if store.shape[1] and ids > store.shape[2]:
+            more = ids + ids // 2 - store.shape[2]
+            self.systems = self.systems._replace(known=np.pad(store, ((0, 0), (0, 0), (0, more))))
         grown = {}
         for name, size in lengths.items():
             array = getattr(self.gateway, name)
@@ -236,20 +240,6 @@ class PrefixBatch(Batch):
                 grown[name] = np.pad(array, more)
         if grown:
             self.gateway = self.gateway._replace(**grown)
-
-    def _empty_store(self, row: int, requests: PrefixRequests) -> None:
-        """Forget what the infinite cache of a row holds, and give it room for the ids to come."""
-        store = self.systems.known
-        if store.shape[1] == 0:
-            return
-        self._enlarge_store(int(requests.segments.sum(axis=1).max(initial=1)))
-        self.systems.known[row] = 0
-
-    def _enlarge_store(self, ids: int) -> None:
-        store = self.systems.known
-        if ids > store.shape[2]:
-            more = ids + ids // 2 - store.shape[2]
-            self.systems = self.systems._replace(known=np.pad(store, ((0, 0), (0, 0), (0, more))))
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -300,9 +290,7 @@ class PrefixBatch(Batch):
                 same = name == "segments" or len(copied) == len(current[name])
             self.check_state(f"engine[{name!r}]", current[name], copied, same)
         lengths = {name: state.gateway[name].shape[-1] for name in GROWING}
-        self._make_room(len(state.engine["segments"]), lengths)
-        if len(state.engine["known"]):
-            self._enlarge_store(state.engine["known"].shape[1])
+        self._make_room(len(state.engine["segments"]), state.engine["known"].shape[1], lengths)
         for name, part in self._engine(row).items():
             copied = state.engine[name]
             if name == "segments":

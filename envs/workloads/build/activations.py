@@ -21,14 +21,7 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components
 
 from servegym._command_line import run_main
-from servegym._files import (
-    MalformedFileError,
-    csv_rows,
-    json_rows,
-    measured_data,
-    write_atomic,
-    write_json,
-)
+from servegym._files import csv_rows, json_rows, measured_data, write_atomic, write_json
 from servegym.envs.workloads.activations import (
     SKEWS,
     SPLIT_SEED,
@@ -83,39 +76,24 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     return [row for _, row in csv_rows(path, columns)]
 
 
-def _routing(folder: Path, chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts (P, L, E) of the chosen prompts and all token sets (T, L), checked with each other."""
-    path = folder / "token_routing.npz"
-    raw = read_arrays(path, _FIX)
-    ids, prompt = raw["expert_ids"], raw["prompt"]
-    path = folder / "prompt_expert_counts.npz"
-    counts = read_arrays(path, _FIX)["counts"].astype(np.int64)
-    ordered = np.sort(ids, axis=2)
-    if np.any(ordered[..., 1:] == ordered[..., :-1]) or ids.max() >= experts:
-        raise MalformedFileError(
-            folder / "token_routing.npz", None, "expert_ids", "repeated or too large", _FIX
-        )
-    layers = ids.shape[1]
-    for p in chosen:
-        tokens = ids[prompt == p].astype(np.int64)
-        flat = (np.arange(layers)[None, :, None] * experts + tokens).ravel()
-        sums = np.bincount(flat, minlength=layers * experts).reshape(layers, experts)
-        if not np.array_equal(sums, counts[p]):
-            problem = f"prompt {p} differs from the sums of token_routing.npz"
-            raise MalformedFileError(path, None, "counts", problem, _FIX)
-    return counts[chosen], ids_to_masks(ids)
+def _recorded(
+    folder: Path, chosen: np.ndarray, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a folder has of the chosen prompts: `Activations.counts`, ``bank`` and ``bank_start``.
 
-
-def _bank(prompt: np.ndarray, chosen: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the banked tokens, in order of prompt and position, and where each prompt starts."""
+    At most ``most`` tokens of a prompt are banked, in the order of prompt and position.
+    """
+    raw = read_arrays(folder / "token_routing.npz", _FIX)
+    counts = read_arrays(folder / "prompt_expert_counts.npz", _FIX)["counts"].astype(np.int64)
     rng = np.random.default_rng(BANK_SEED)
     rows = []
     for p in chosen:
-        tokens = np.flatnonzero(prompt == p)
+        tokens = np.flatnonzero(raw["prompt"] == p)
         if len(tokens) > most:
             tokens = np.sort(rng.permutation(tokens)[:most])
         rows.append(tokens)
-    return np.concatenate(rows), np.concatenate([[0], np.cumsum([len(tokens) for tokens in rows])])
+    start = np.concatenate([[0], np.cumsum([len(tokens) for tokens in rows])])
+    return counts[chosen], ids_to_masks(raw["expert_ids"])[np.concatenate(rows)], start
 
 
 def build_deepseek(data: Path) -> Activations:
@@ -126,9 +104,7 @@ def build_deepseek(data: Path) -> Activations:
     names = sorted({row["task"] for row in table})
     task = np.array([names.index(row["task"]) for row in table])
     chosen = np.arange(len(table))
-    counts, sets = _routing(folder, chosen, model.experts)
-    prompt = read_arrays(folder / "token_routing.npz", _FIX)["prompt"]
-    rows, start = _bank(prompt, chosen, BANK_TOKENS[model.name])
+    counts, bank, start = _recorded(folder, chosen, BANK_TOKENS[model.name])
     return Activations(
         name=model.name,
         model=model,
@@ -138,7 +114,7 @@ def build_deepseek(data: Path) -> Activations:
         split=group_split(task, chosen, SPLIT_SEED),
         tokens=np.array([int(row["tokens"]) for row in table]),
         counts=counts,
-        bank=sets[rows],
+        bank=bank,
         bank_start=start,
         embeddings={},
         provenance={
@@ -210,9 +186,7 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
     clean = np.array([i for i, row in enumerate(table) if not row["has_repetition"]])
     group = near_duplicates(vectors[clean], NEAR_DUPLICATE_COSINE)
     chosen = clean[group == np.arange(len(clean))]
-    counts, sets = _routing(folder, chosen, model.experts)
-    prompt = read_arrays(folder / "token_routing.npz", _FIX)["prompt"]
-    rows, start = _bank(prompt, chosen, BANK_TOKENS[model.name])
+    counts, bank, start = _recorded(folder, chosen, BANK_TOKENS[model.name])
     task = np.array([OSS_TASKS.index(_oss_task(table[i])) for i in chosen])
     fine = [table[i]["category"].lower().replace(" ", "_") for i in chosen]
     names = sorted(set(fine))
@@ -226,7 +200,7 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
         split=group_split(task, chosen, SPLIT_SEED),
         tokens=counts[:, 0].sum(axis=1) // model.top_k,
         counts=counts,
-        bank=sets[rows],
+        bank=bank,
         bank_start=start,
         # Shipped as float16, so these are too.
         embeddings={
@@ -332,14 +306,10 @@ def mixtral_law(data: Path, deepseek: Activations) -> dict[str, Any]:
     for layer in layers:
         counts = [[cells.get((t, layer, e), 0) for e in range(model.experts)] for t in tasks]
         rows = np.array(counts, dtype=float)
-        if not rows.all():
-            raise MalformedFileError(path, None, "count", f"layer {layer} is incomplete", _FIX)
         measured[str(layer)] = np.round(rows / rows.sum(axis=1, keepdims=True), 6).tolist()
     path = data / "fiddler" / "mixtral_popularity_order.csv"
     ranked = sorted(_rows(path, ("rank", "layer", "expert")), key=lambda row: int(row["rank"]))
     order = [[int(row["layer"]), int(row["expert"])] for row in ranked]
-    if len({tuple(pair) for pair in order}) != model.layers * model.experts:
-        raise MalformedFileError(path, None, None, "does not have every expert once", _FIX)
     tables: dict[tuple[str, int, int], np.ndarray] = {}
     path = data / "olmoe_routing" / "mixtral_crosslayer_counts.csv"
     for row in _rows(path, ("domain", "layer_a", "layer_b", "expert_a", "expert_b", "count")):

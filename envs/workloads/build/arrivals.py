@@ -41,13 +41,15 @@ from servegym.envs.workloads.arrivals import (
     MMPPArrivals,
     ModulatedArrivals,
 )
+from servegym.envs.workloads.build.lengths import TRACES as LENGTHS
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.traces import load_trace
 
+AZURE, ABOUT_AZURE = LENGTHS["azure"]
 TRACES = (
     "burstgpt/burstgpt_1_first500_reconstructed.csv",
     "burstgpt/burstgpt_1_hourly_requests.csv",
-    "azure_llm_2023/AzureLLMInferenceTrace_conv.csv",
+    AZURE,
 )
 BURSTGPT_WINDOWS = (1, 2, 5, 10, 20, 50)
 AZURE_WINDOWS = (1, 5, 10, 50, 150, 300, 600)
@@ -309,11 +311,7 @@ def main(argv: list[str] | None = None) -> None:
             azure,
             AZURE_WINDOWS,
             fit_azure(azure),
-            {
-                "source": "Azure/AzurePublicDataset, data/AzureLLMInferenceTrace_conv.csv (2023)",
-                "commit": "b469a113cedc",
-                "licence": "CC-BY-4.0",
-            },
+            ABOUT_AZURE,
         ),
         "command": "python -m servegym.envs.workloads.build.arrivals --data FOLDER",
         "date": datetime.date.today().isoformat(),

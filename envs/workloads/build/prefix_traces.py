@@ -21,30 +21,24 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym._files import csv_rows, write_atomic, write_json
+from servegym.envs.workloads.build.lengths import TRACES
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace, think_times
 
 AGENTS_BLOCK = 64
 COMMAND = "python -m servegym.envs.workloads.build.prefix_traces --data FOLDER"
-_MOONCAKE = {
-    "commit": "3b5a59413395",
-    "licence": "Apache-2.0",
-}
+_CONVERSATION, _MOONCAKE = TRACES["mooncake"]
 SOURCES: dict[str, tuple[str, dict[str, str]]] = {
     "mooncake-conversation": (
-        "mooncake/conversation_trace.jsonl",
-        {
-            "source": "kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl",
-            "content": "one hour of conversations with Kimi, recorded",
-            **_MOONCAKE,
-        },
+        _CONVERSATION,
+        {**_MOONCAKE, "content": "one hour of conversations with Kimi, recorded"},
     ),
     "mooncake-synthetic": (
         "mooncake/synthetic_trace.jsonl",
         {
+            **_MOONCAKE,
             "source": "kvcache-ai/Mooncake, FAST25-release/traces/synthetic_trace.jsonl",
             "content": "made by Mooncake from public datasets with Poisson arrivals",
-            **_MOONCAKE,
         },
     ),
     "agents": (

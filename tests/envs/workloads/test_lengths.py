@@ -55,7 +55,7 @@ def test_the_shipped_law_is_that_of_the_trace(measured):
     for kind, cap in fit_lengths.CAPS["azure"].items():
         assert shipped[kind]["fit_error"][f"cut_at_{cap}"]["kolmogorov_smirnov"] < 0.04
     path = measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
-    lengths = fit_lengths.read_lengths(path, "azure")
+    lengths = fit_lengths.read_lengths(path)
     assert fit_lengths.fit(lengths["prompt_tokens"], 1024) == shipped["prompt_tokens"]
     assert fit_lengths.fit(lengths["output_tokens"], 400) == shipped["output_tokens"]
 
@@ -63,7 +63,7 @@ def test_the_shipped_law_is_that_of_the_trace(measured):
 @pytest.mark.slow
 def test_sharegpt_has_the_published_lengths(measured):
     shipped = fitted_lengths()["traces"]["sharegpt"]
-    lengths = fit_lengths.read_lengths(measured("helix", "shared_gpt_lengths.csv"), "sharegpt")
+    lengths = fit_lengths.read_lengths(measured("helix", "shared_gpt_lengths.csv"))
     assert shipped["requests"] == len(lengths["prompt_tokens"]) == 82_814
     for kind, values in lengths.items():
         assert fit_lengths.fit(values, 2048) == shipped[kind]
