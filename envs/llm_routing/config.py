@@ -84,7 +84,8 @@ class RoutingArguments(Arguments):
     arrivals_kwargs: Options = arg.options("keywords of the process")
     rate: Range = arg.span(5.0, "mean requests/s, or a range drawn from for each episode")
     requests_file: str | None = arg.other(None, "file of an episode's requests", _file)
-    episode_requests: int | None = arg.whole(None, 1, "1000, or those of the file", high=10_000_000)
+    # None where it is not given; the record of a problem has the number.
+    episode_requests: int = arg.whole(None, 1, "1000, or those of the file", high=10_000_000)
     latency_requirement_s: Range = arg.span(
         0.030, "L in s per token, or a range", high=layout.MAX_LATENCY_REQUIREMENT_S
     )

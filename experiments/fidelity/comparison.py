@@ -214,19 +214,18 @@ def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any)
 
     card, settings = without_api(profile), run.engine | changes
     requests = run.arrival_s, run.prompt_tokens, run.output_tokens
-    caching = settings.pop("prefix_caching", False)
-    if not caching:
+    if not settings.pop("prefix_caching", False):
         return replay_timeline(*requests, times_s, profile=card, **settings)
     engine = LiveEngine(card, max_requests=len(run.arrival_s), **settings)
     course, sent, token = np.empty(len(times_s), dtype=TIMELINE), 0, 0
     for k, now in enumerate(times_s):
         while sent < len(run.arrival_s) and run.arrival_s[sent] <= now:
-            arrival, prompt, output = (float(column[sent]) for column in requests)
-            content = np.arange(token, token + int(prompt + output))  # nobody else's
+            arrival, first = float(run.arrival_s[sent]), token + int(run.prompt_tokens[sent])
+            end = first + int(run.output_tokens[sent])
             # Who arrives at the moment is there when an iteration begins then.
             engine.work(np.nextafter(arrival, -np.inf))
-            engine.submit(arrival, content[: int(prompt)], content[int(prompt) :])
-            sent, token = sent + 1, token + len(content)
+            engine.submit(arrival, range(token, first), range(first, end))  # nobody else's tokens
+            sent, token = sent + 1, end
         engine.work(now)
         course[k] = now, engine.running, engine.waiting, engine.kv_usage
     return course
