@@ -1,16 +1,11 @@
 """The study around the placement agents: what it reads, and its controls."""
 
-import csv
-
 import numpy as np
 import pytest
 
 from servegym.agents import ppo_placement
-from servegym.agents.lib.checkpoint import load_policy
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 from servegym.experiments.studies.placement import learning
-
-TOY = ("model=toy", "epochs=1", "epoch_s=30.0")
 
 
 def test_controls_place_once_by_the_decoder_alone():
@@ -42,39 +37,3 @@ def test_every_training_has_a_command_that_the_agent_takes(scenario):
 def test_a_missing_training_is_named(tmp_path):
     with pytest.raises(ValueError, match="holds no training of edge_hetero; make one by python"):
         learning.main(["--figure", "edge_hetero", "--runs", str(tmp_path), "--out", str(tmp_path)])
-
-
-@pytest.mark.slow
-def test_it_shows_curves_and_evaluations_of_trainings_rules_and_controls(tmp_path, monkeypatch):
-    plain = learning.evaluate
-
-    def on_toy(env_id, policies, episodes, seed, kwargs):
-        return plain(env_id, policies, episodes, seed, {**kwargs, "model": "toy", "epochs": 1})
-
-    monkeypatch.setattr(learning, "evaluate", on_toy)
-    for seed in (1, 2):
-        args = ppo_placement.Args(
-            seed=seed,
-            set=TOY,
-            total_timesteps=32,
-            num_envs=16,
-            eval_every=16,
-            eval_episodes=1,
-            out_dir=str(tmp_path),
-            run_name=f"ppo_placement_edge_hetero_{seed}",
-        )
-        run = ppo_placement.train(args)
-    fresh = learning.random_weights(run / "last.safetensors")
-    trained = load_policy(run / "last.safetensors")
-    assert not fresh.net.table.any() and trained.net.table.any()
-    command = ["--quick", "--figure", "edge_hetero", "--runs", str(tmp_path)]
-    assert learning.main([*command, "--out", str(tmp_path)]) == 0
-    with open(tmp_path / "learning_curves_edge_hetero.csv", newline="") as stream:
-        curves = list(csv.DictReader(stream))
-    steps = [float(row["step"]) for row in curves if row["policy"] == "ppo_placement"]
-    assert steps == [0.0, 16.0, 32.0] * 2
-    with open(tmp_path / "learning_edge_hetero.csv", newline="") as stream:
-        rows = {row["policy"]: row for row in csv.DictReader(stream)}
-    assert rows.keys() > {"ppo_placement", "random_weights", "prism", *learning.CONTROLS}
-    assert float(rows["ppo_placement"]["trainings"]) == 2
-    assert (tmp_path / "learning_curves_edge_hetero.png").stat().st_size > 5_000
