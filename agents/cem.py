@@ -257,7 +257,7 @@ def play(
         action = choose(scores(weights, batch.observation), batch.action_mask)
         ended = batch.step(action, every)
         paid += batch.out[:, : task.paid].sum(1)
-    requests = problem.episode_requests
+    requests = problem.arguments.episode_requests
     return paid.reshape(len(population), count) / requests, rows * requests
 
 

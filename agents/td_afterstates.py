@@ -212,7 +212,7 @@ def play(
     """
     obs, info = envs.reset()
     reader, mask = OutcomeReader(envs), info["action_mask"]
-    batch, steps = envs.num_envs, envs.unwrapped.problem.episode_requests
+    batch, steps = envs.num_envs, envs.unwrapped.problem.arguments.episode_requests
     row = np.arange(batch)[:, None, None]
     prompts, qos, ended = (np.zeros((batch, steps + 1), kind) for kind in ("f4", "f4", "?"))
     places = obs["running"].shape[2] + obs["waiting"].shape[2] + TRANSIT

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from servegym._checks import mapping, nearest
+from servegym._checks import choose, mapping
 from servegym.baselines.protocol import CallablePolicy, Policy
 from servegym.envs.families import FAMILIES, family_named
 
@@ -76,13 +76,7 @@ def _load(family: str) -> None:
     if family in families:
         importlib.import_module(f"servegym.baselines.{family}")
     elif not any(registered == family for registered, _ in _FACTORY):
-        raise ValueError(_unknown("family", family, families))
-
-
-def _unknown(argument: str, value: str, allowed: list[str]) -> str:
-    near = nearest(value, allowed)
-    hint = f" (did you mean {near!r}?)" if near else ""
-    return f"{argument} must be one of {', '.join(sorted(allowed))}, got {value!r}{hint}"
+        choose("family", family, families)
 
 
 def list_policies(family: str = "llm_routing") -> list[PolicyInfo]:
@@ -119,9 +113,7 @@ def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs
         ValueError: If the name, the family or a parameter is unknown.
     """
     _load(family)
-    if (family, name) not in _FACTORY:
-        allowed = [policy for registered, policy in _FACTORY if registered == family]
-        raise ValueError(_unknown("policy", name, allowed))
+    choose("policy", name, [policy for registered, policy in _FACTORY if registered == family])
     factory, wrapper = _FACTORY[family, name]
     mapping(f"policy {name!r}", kwargs, _parameters(factory))
     return factory(system, **kwargs) if wrapper is None else wrapper(factory, system, **kwargs)

@@ -9,6 +9,7 @@ cards. Baselines: the registry. Results: the pictures drawn from the tables in
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -26,7 +27,6 @@ import gymnasium
 import mkdocs_gen_files
 from safetensors import safe_open
 
-import servegym
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES
@@ -39,14 +39,12 @@ from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.papers.claims import HEADINGS, TITLES, tally
 from servegym.experiments.papers.claims import lines as claim_lines
 from servegym.experiments.papers.plotting import Curves, as_png
-from servegym.experiments.papers.study import draw_named, list_modules, list_pictures
+from servegym.experiments.papers.study import draw_named, list_pictures
 from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT / "experiments") not in servegym.experiments.__path__:  # the studies are in the tree
-    servegym.experiments.__path__.append(str(ROOT / "experiments"))
 RESULTS = ROOT / "experiments" / "results"
 
 
@@ -88,9 +86,9 @@ def fenced(text: str) -> str:
 
 def picture(env_id: str) -> bytes:
     """A frame of an episode as PNG."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         file = Path(folder) / "frame.png"
-        render_episode(env_id, None, None, {}, out=file, echo=lambda _: None)
+        render_episode(env_id, None, None, {}, out=file)
         return file.read_bytes()
 
 
@@ -168,6 +166,40 @@ TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
     "mappo_placement": _PLACEMENT,
 }
 """Agent -> heading -> tables with its learning curve and its results, of several seeds."""
+_ROUTING_CURVES = Curves(
+    y="qos",
+    label="average QoS of validation episodes",
+    run=("policy", "training"),
+    panels=("rate", "requests/s"),
+    where=lambda row: row["split"] == "val",
+)
+_PLACEMENT_CURVES = Curves(
+    y="val_latency_s",
+    label="mean latency of validation episodes, s",
+    run=("policy", "seed"),
+)
+CURVES = {
+    "routing/learning_ppo": _ROUTING_CURVES,
+    "routing/learning_sac_rows": _ROUTING_CURVES,
+    "routing/learning_sac_han": _ROUTING_CURVES,
+    "routing/learning_td_afterstates": _ROUTING_CURVES,
+    "prefix/learning_curves": Curves(
+        y="attainment",
+        label="share within both objectives, validation episodes",
+        run=("policy", "training"),
+    ),
+    "serverless/learning_curves": Curves(
+        y="val_reward",
+        label="mean reward of a validation request",
+        run="run",
+        names={"seed": "ppo_serverless", "shuffled": "shuffled rewards"},
+    ),
+    "placement/learning_curves_edge_hetero": _PLACEMENT_CURVES,
+    "placement/learning_curves_paper_testbed": _PLACEMENT_CURVES,
+}
+"""Table with learning curves -> its picture."""
+FINDINGS_OF_CURVES = {"serverless/learning_curves": "learning"}
+"""Table with learning curves -> the one that has its findings, where that is another."""
 METRICS = {
     "qos": "Average QoS (higher is better)",
     "reward": "Mean reward of a request (higher is better)",
@@ -182,25 +214,19 @@ def interval(value: float, low: float, high: float) -> str:
     return f"{value:.3f} [{low:.3f},\u00a0{high:.3f}]"
 
 
-def trained(name: str, path: Path) -> list[str]:
+def trained(name: str, table: str) -> list[str]:
     """What a table says of an agent: learning curve, seconds, commands; results beside rules."""
-    others = set(AGENTS) - {name}
+    others, path = set(AGENTS) - {name}, RESULTS / f"{table}.csv"
     record, rows = read_record(path), read_rows(path)
     rows = [r for r in rows if r.get("policy", name).removesuffix("_shuffled") not in others]
-    modules = [importlib.import_module(one.module) for one in list_modules(path.parent.name)]
-    studies = [study for module in modules for study in module.STUDIES]
-    curves = [
-        one.picture
-        for one in studies
-        if path.stem in (one.drawn or (one.name,)) and isinstance(one.picture, Curves)
-    ]
+    curves = CURVES.get(table)
     lines, seconds = [], []
     if curves:
         picture = f"{name}/{path.stem}.png"
         with mkdocs_gen_files.open(f"agents/{picture}", "wb") as stream:
-            stream.write(as_png(curves[0](rows)))
+            stream.write(as_png(curves(rows)))
         lines += [f"![Learning curves of {name}]({picture})", ""]
-        runs = curves[0].trainings(rows)
+        runs = curves.trainings(rows)
         seconds = [max(r["cpu_s"] for r in run) for (one, _), run in runs.items() if one == name]
     elif "cpu_s" in rows[0]:  # the seconds of all trainings in a cell
         cells = dict.fromkeys(row["cpu_s"] for row in rows if row["policy"] == name)
@@ -221,7 +247,10 @@ def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
     if runs:
         flags = runs[0].split(f".{name} ")[1].partition("--seed ")[0]
     words = f"python agents/{name}.py {flags}".strip()
-    return [f"{words} --seed 1"] * curves + [f"{table}  # all trainings and the table"]
+    table, _, commit = table.partition(" (code: commit ")
+    of_all = f"{table}  # all trainings and the table"
+    of_all += f", by the code of commit {commit.rstrip(')')}" if commit else ""
+    return [f"{words} --seed 1"] * curves + [of_all]
 
 
 def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
@@ -274,7 +303,7 @@ def agents() -> list[dict[str, str]]:
         for heading, tables in TRAININGS.get(name, {}).items():
             lines += [f"## {heading}", ""]
             for table in tables:
-                lines += trained(name, RESULTS / f"{table}.csv")
+                lines += trained(name, table)
         lines += [] if name in TRAININGS else standings(name)
         lines += ["## Description", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
         lines += ["```sh", f"python agents/{name}.py --seed 1", "```", ""]
@@ -386,18 +415,20 @@ def results() -> list[dict[str, str]]:
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
         stems = list_pictures(family)
-        # A forked process knows the studies' folder, which __path__ has from above.
         with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
             drawn = pool.map(draw_named, repeat(family), stems, repeat(RESULTS / family))
             pictures = dict(zip(stems, drawn, strict=True))
+        for table, curves in CURVES.items():
+            group, stem = table.split("/")
+            if group == family:
+                rows = read_rows(RESULTS / f"{table}.csv")
+                pictures[FINDINGS_OF_CURVES.get(table, stem)] = as_png(curves(rows))
         if (RESULTS / family / f"{TABLE}.csv").exists():
             tables = [read_rows(RESULTS / family / f"{name}.csv") for name in (CURVE, TABLE)]
             pictures[TABLE] = plot(*tables)
-        lines = [f"# Results: {title}", ""]
-        lines += [
-            f"`servegym figures {family}` draws these; tables: `experiments/results/{family}`."
-        ]
-        lines += [""]
+        text = f"`servegym figures {family}` makes the figures of the paper; each table in "
+        text += f"`experiments/results/{family}` names its command."
+        lines = [f"# Results: {title}", "", text, ""]
         for path in sorted((RESULTS / family).glob("*.json"), key=place):
             record = read_record(path)
             png = pictures.get(path.stem)

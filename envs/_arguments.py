@@ -177,6 +177,13 @@ class Arguments:
         fields = dataclasses.fields(cls)
         return {f.name: f.metadata["argument"] for f in fields if "argument" in f.metadata}
 
+    def keys(self) -> Iterable[str]:
+        """The names; with them ``dict(arguments)`` is what `fill` makes an equal record of."""
+        return self.described()
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
     def values(self, without: Iterable[str] = ()) -> dict[str, Any]:
         """The values by name; `fill` makes an equal record of them."""
         return {name: getattr(self, name) for name in self.described() if name not in without}

@@ -14,6 +14,7 @@ from gymnasium.error import ResetNeeded
 
 from servegym._checks import check_render_mode, flag, mapping
 from servegym.envs._arguments import Arguments
+from servegym.envs._columns import Column, table
 
 _OF_EVERY_ENV = (
     "| | `validate` | `False` | | check every observation against the space (slow) |",
@@ -157,11 +158,13 @@ class BatchEnv(gym.Env, Generic[P, B]):
         arguments: The record of the arguments; its table takes the place of ``{arguments}`` in the
             docstring.
         problem_of: A record -> problem.
+        columns: Parts of the observation by name; their tables take the place of ``{name}``.
     """
 
     view: ClassVar[int] = 0
     arguments: ClassVar[type[Arguments]]
     problem_of: ClassVar[Callable[..., Any]]
+    columns: ClassVar[Mapping[str, Sequence[Column]]] = {}
     problem: P
     batch: B
 
@@ -169,8 +172,11 @@ class BatchEnv(gym.Env, Generic[P, B]):
         super().__init_subclass__(**kwargs)
         need_methods(cls, BatchEnv, ("arguments", "problem_of"))
         if cls.__doc__ is not None:
-            table = "\n".join((*cls.arguments.table(), *_OF_EVERY_ENV))
-            cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{arguments}", table)
+            tables = {"arguments": "\n".join((*cls.arguments.table(), *_OF_EVERY_ENV))}
+            tables |= {name: table(columns) for name, columns in cls.columns.items()}
+            cls.__doc__ = inspect.cleandoc(cls.__doc__)
+            for name, lines in tables.items():
+                cls.__doc__ = cls.__doc__.replace(f"{{{name}}}", lines)
 
     @staticmethod
     @abstractmethod

@@ -18,7 +18,7 @@ class OutcomeReader:
     def __init__(self, envs: Any) -> None:
         self._batch = envs.unwrapped.batch
         self._decided = self._batch.decided()
-        size = self._decided.size, self._batch.problem.episode_requests
+        size = self._decided.size, self._batch.problem.arguments["episode_requests"]
         self._told = np.zeros(size, dtype=np.bool_)
 
     def read(self) -> NDArray[Any]:

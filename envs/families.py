@@ -124,13 +124,9 @@ def family_of(env_id: str) -> Family:
     """
     by_id = {env_id: family for family in FAMILIES for env_id in family.env_ids}
     env_id = env_id.removeprefix("servegym:")
-    if env_id not in by_id:
-        from servegym._checks import nearest
+    from servegym._checks import choose
 
-        near = nearest(env_id, by_id)
-        hint = f" (did you mean {near!r}?)" if near else ""
-        raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(by_id))}{hint}")
-    return by_id[env_id]
+    return by_id[choose("env_id", env_id, by_id)]
 
 
 def find_family(env_id: str) -> Family | None:

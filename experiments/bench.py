@@ -13,7 +13,6 @@ inside the timed part. It writes the table ``bench``.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import statistics
 import time
@@ -33,6 +32,7 @@ from servegym.envs.families import FAMILIES, family_of
 from servegym.envs.llm_routing import replay
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.workloads import make_prefix_workload
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
 
@@ -177,9 +177,7 @@ def short(value: float | str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark, print it and write the table; see ``servegym bench --help``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym bench", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command_parser("bench")
     groups = [family.group for family in FAMILIES]
     parser.add_argument("family", nargs="*", help=f"{', '.join(groups)} (all)")
     parser.add_argument("--out", type=Path, default=OUT, help=f"the table, a path ({OUT})")

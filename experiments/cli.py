@@ -5,6 +5,7 @@ A module is imported when its command runs, so that ``servegym --help`` answers 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -15,81 +16,27 @@ from servegym._checks import choose
 from servegym._command_line import run_main
 
 COMMANDS = {
-    "list": (
-        "experiments.listing",
-        "List environment ids, policies, catalogs, fleets and profiles.",
-    ),
-    "profiles": (
-        "hardware_profiles.show",
-        "List hardware profiles: name, kind and fit error, one a line; or show one of them.",
-    ),
-    "warm": (
-        "experiments.warm",
-        "Compile environments and policies ahead, once per machine; each family's seconds.",
-    ),
-    "evaluate": (
-        "experiments.evaluation.command",
-        "Compare policies on the same episodes (split eval unless --set split=...).",
-    ),
-    "replay": (
-        "experiments.replay",
-        "Replay a trace of requests on one expert and write each request's times.",
-    ),
+    "list": ("experiments.listing", "List ids, policies, catalogs, fleets and profiles."),
+    "profiles": ("hardware_profiles.show", "List hardware profiles with fit errors, or show one."),
+    "warm": ("experiments.warm", "Compile environments and policies ahead, once per machine."),
+    "evaluate": ("experiments.evaluation.command", "Compare policies on the same episodes."),
+    "replay": ("experiments.replay", "Replay a trace on one expert: the times of each request."),
     "render": ("experiments.render", "Show a policy at work."),
-    "plot": (
-        "experiments.runs",
-        "Draw the learning curves of trainings, beside the level of the family's rule.",
-    ),
-    "figures": (
-        "experiments.papers.study",
-        "Compute and draw the figures and tables of a family; other words go to each figure.",
-    ),
-    "sweep": (
-        "experiments.sweeps.command",
-        "Search an agent's hyper-parameters; a sweep that was stopped resumes.",
-    ),
-    "calibrate": (
-        "hardware_profiles.calibrate.calibrate",
-        "Fit a hardware profile to measurements; --check OTHER scores it on others.",
-    ),
-    "profile": (
-        "hardware_profiles.compose",
-        "Compose a hardware profile of any model on any card: --card, --model, --tp, --dtype.",
-    ),
+    "plot": ("experiments.runs", "Draw the learning curves of trainings beside their rule."),
+    "figures": ("experiments.papers.study", "Compute and draw a family's figures and tables."),
+    "sweep": ("experiments.sweeps.command", "Search an agent's hyper-parameters."),
+    "calibrate": ("hardware_profiles.calibrate.calibrate", "Fit a profile to measurements."),
+    "profile": ("hardware_profiles.compose", "Compose a profile of any model on any card."),
     "measure": ("hardware_profiles.measure.command", "Measure a machine: gpu or server."),
-    "fidelity": (
-        "experiments.fidelity.report",
-        "Replay a measured run and print how far the engine is from it.",
-    ),
-    "leaderboard": (
-        "experiments.evaluation.leaderboard",
-        "Print the standard evaluation of all policies, complete it, or add your policy.",
-    ),
-    "tune": (
-        "experiments.evaluation.tuning",
-        "Tune a gateway's file on your cards and trace, or the parameters of a routing rule.",
-    ),
-    "presubmit": (
-        "experiments.evaluation.presubmit",
-        "Play your prefix-aware router against published rules; exit status 1 if it is worse.",
-    ),
+    "fidelity": ("experiments.fidelity.report", "Replay a measured run: the engine's errors."),
+    "leaderboard": ("experiments.evaluation.leaderboard", "Print the evaluation, or add yours."),
+    "tune": ("experiments.evaluation.tuning", "Tune a gateway's file or a routing rule."),
+    "presubmit": ("experiments.evaluation.presubmit", "Play your router against published rules."),
     "claims": ("experiments.papers.claims", "Print the papers' claims with our results."),
-    "real": (
-        "experiments.live.command",
-        "Real inference servers beside the simulator: up, status, down, compare.",
-    ),
-    "gateway": (
-        "experiments.live.gateways.command",
-        "A policy inside a gateway before your servers: litellm, endpoint-picker.",
-    ),
-    "serve": (
-        "experiments.live.serve.command",
-        "Serve simulated GPUs as OpenAI-compatible endpoints, to test gateways with.",
-    ),
-    "bench": (
-        "experiments.bench",
-        "Measure the speed of every environment, with references of the same run.",
-    ),
+    "real": ("experiments.live.command", "Run real servers, and compare them with simulated ones."),
+    "gateway": ("experiments.live.gateways.command", "Put a policy in a gateway before servers."),
+    "serve": ("experiments.live.serve.command", "Serve simulated GPUs behind OpenAI's protocol."),
+    "bench": ("experiments.bench", "Measure the speed of every environment with references."),
 }
 """Command -> the module that has it, in the package, and its line in the help."""
 USAGE = """usage: servegym [-h] [--version] COMMAND ...
@@ -97,6 +44,11 @@ USAGE = """usage: servegym [-h] [--version] COMMAND ...
 Environments, policies and replay for LLM serving control.
 
 commands:"""
+
+
+def command_parser(command: str) -> argparse.ArgumentParser:
+    """A parser of the words of a command, whose line in the help describes it."""
+    return argparse.ArgumentParser(prog=f"servegym {command}", description=COMMANDS[command][1])
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

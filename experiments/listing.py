@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
 
 import gymnasium
@@ -11,15 +10,13 @@ from servegym.agents.lib.checkpoint import card_sentence, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES
 from servegym.envs.workloads import list_catalogs
+from servegym.experiments.cli import command_parser
 from servegym.hardware_profiles import list_fleets, list_profiles
 
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym list``."""
-    argparse.ArgumentParser(
-        prog="servegym list",
-        description="List environment ids, policies, catalogs, fleets and profiles.",
-    ).parse_args(argv)
+    command_parser("list").parse_args(argv)
     _print("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
     for family in FAMILIES:
         policies = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import whole
-from servegym._command_line import parse_settings
+from servegym._command_line import add_settings, parse_settings
 from servegym.envs.families import family_of
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable, write_text
 from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
+from servegym.experiments.runs import read_args
 
 STEPS = 100
 
@@ -32,7 +33,6 @@ def render_episode(
     seed: int | None = None,
     fps: int = 10,
     out: Path | None = None,
-    echo: Callable[[str], object] = print,
 ) -> None:
     """Run one episode of at most ``steps`` decisions and show every state after a decision.
 
@@ -46,7 +46,6 @@ def render_episode(
         fps: Frames a second of a GIF or video.
         out: ``.gif`` or ``.mp4`` for all states, ``.png`` for the last one before the end; None
             prints text.
-        echo: Prints text.
 
     Raises:
         ModuleNotFoundError: If moviepy, which writes videos, is not installed.
@@ -65,14 +64,14 @@ def render_episode(
     frames: list[Any] = []
     state: Any = None
     if out is not None:
-        echo(f"{resolved.name} plays {steps} decisions at most ...")
+        print(f"{resolved.name} plays {steps} decisions at most ...")
     try:
         episode = play(envs, resolved, DEFAULT_SEED if seed is None else seed)
         for number, step in enumerate(islice(episode, steps), 1):
             if out is None:
                 choice = report.describe_action(step.actions)
-                echo(f"decision {number}: {choice}, reward {float(step.reward[0]):.3f}")
-                echo(str(envs.render()[0]).rstrip("\n") + "\n")
+                print(f"decision {number}: {choice}, reward {float(step.reward[0]):.3f}")
+                print(str(envs.render()[0]).rstrip("\n") + "\n")
                 continue
             if picture and step.ended[0] and state is not None:
                 envs.unwrapped.restore_state(0, state)  # in the end there is nothing to see
@@ -87,7 +86,7 @@ def render_episode(
             _write_video(frames, fps, out)
         else:
             write_text(out, _picture(frames, out.suffix.lower(), fps))
-        echo(f"{len(frames)} frame{'s' if len(frames) > 1 else ''} written to {out}")
+        print(f"{len(frames)} frame{'s' if len(frames) > 1 else ''} written to {out}")
 
 
 def _picture(frames: list[Any], suffix: str, fps: int) -> bytes:
@@ -125,20 +124,15 @@ def _write_video(frames: list[Any], fps: int, out: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym render``."""
-    parser = argparse.ArgumentParser(prog="servegym render", description="Show a policy at work.")
+    parser = command_parser("render")
     add = parser.add_argument
-    text = "id of an environment, see `servegym list`; by default that of the run, with its "
-    add("env_id", nargs="?", metavar="ENV_ID", help=text + "arguments")
-    text = "policy by name, or the path of a checkpoint or of a run's folder"
-    add("--policy", help=text)
+    add("env_id", nargs="?", metavar="ENV_ID", help="see `servegym list`; by default the run's")
+    add("--policy", help="by name, or the path of a checkpoint or of a run's folder")
     add("--seed", type=int, help="seed of the episode")
-    text = "decisions to show (100; before a PNG as many as fill it)"
-    add("--steps", type=int, help=text)
+    add("--steps", type=int, help="decisions to show (100; before a PNG as many as fill it)")
     add("--fps", type=int, default=10, help="frames a second of a GIF or MP4 (%(default)s)")
-    text = "argument of the environment, key=value; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
-    text = "FILE.gif or .mp4 for all steps, FILE.png for the last. Default: RUN/NAME.gif of a "
-    text += "run's folder, else text on the terminal"
+    add_settings(parser)
+    text = "FILE.gif or .mp4 for all steps, FILE.png for the last (a run's GIF, else text)"
     add("--out", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(argv)
     whole("seed", options.seed or 0, 0, 1 << 62)
@@ -154,10 +148,7 @@ def main(argv: Sequence[str]) -> None:
     if env_id is None:
         if run is None:
             raise ValueError("ENV_ID is missing: it is found in the folder of a run alone")
-        from servegym.experiments.runs import read_args  # with a run there is torch
-
         trained = read_args(run)
-        settings = trained["env_kwargs"] | settings
-        env_id = str(trained["env_id"])
-    shown = {"seed": options.seed, "fps": options.fps, "out": out}
-    render_episode(env_id, policy, options.steps, settings, **shown)
+        env_id, settings = trained["env_id"], trained["env_kwargs"] | settings
+    seed, fps = options.seed, options.fps
+    render_episode(env_id, policy, options.steps, settings, seed=seed, fps=fps, out=out)

@@ -10,6 +10,7 @@ import numpy as np
 
 from servegym._files import write_columns
 from servegym.envs.workloads.traces import read_requests
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable
 
 REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
@@ -17,29 +18,20 @@ REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "ou
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym replay",
-        description="Replay a trace of requests on one expert and write each request's times.",
-    )
+    parser = command_parser("replay")
     add = parser.add_argument
     add("--profile", required=True, help="profile, see `servegym profiles`")
-    text = "CSV or JSONL: arrival_s, prompt_tokens, output_tokens, or a published trace"
-    add("--requests", type=Path, required=True, metavar="FILE", help=text)
-    text = "CSV of the times of every request, to 1 ns"
-    add("--out", type=Path, required=True, metavar="OUT.csv", help=text)
-    text = "orca or chunked_prefill (%(default)s)"
-    add("--scheduler", default="chunked_prefill", help=text)
+    add("--requests", type=Path, required=True, metavar="FILE", help="CSV or JSONL of a trace")
+    add("--out", type=Path, required=True, metavar="OUT.csv", help="times of every request")
+    add("--scheduler", default="chunked_prefill", help="orca or chunked_prefill (%(default)s)")
     add("--memory-policy", default="paged", help="paged or reserve (%(default)s)")
     add("--max-num-seqs", type=int, default=256, help="running slots (%(default)s)")
-    text = "token budget of an iteration (%(default)s)"
-    add("--max-num-batched-tokens", type=int, default=2048, help=text)
+    add("--max-num-batched-tokens", type=int, default=2048, help="of an iteration (%(default)s)")
     add("--kv-tokens", type=int, help="KV cache in tokens (default: the profile's)")
     add("--block-size", type=int, default=16, help="tokens in a KV block (%(default)s)")
     yes_or_no = argparse.BooleanOptionalAction
-    text = "keep freed blocks reusable, chunked_prefill only (default: %(default)s)"
-    add("--prefix-caching", action=yes_or_no, default=False, help=text)
-    text = "plan an iteration while one runs (default: as the profile's engine)"
-    add("--async-scheduling", action=yes_or_no, help=text)
+    add("--prefix-caching", action=yes_or_no, default=False, help="keep freed blocks reusable")
+    add("--async-scheduling", action=yes_or_no, help="plan ahead (as the profile's engine)")
     return parser
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.agents.lib.evaluation import RULES
 from servegym.envs.families import find_family
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable, write_text
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.papers.plotting import (
@@ -51,6 +50,8 @@ def draw_runs(runs: Sequence[Path]) -> bytes:
     Raises:
         ValueError: If a folder is no run or has no evaluation, or the families differ.
     """
+    from servegym.agents.lib.evaluation import RULES  # needs torch, which a log does not
+
     curves: dict[Path, list[dict[str, Any]]] = {}
     problems: dict[str, Path] = {}
     family = None
@@ -99,14 +100,10 @@ def draw_runs(runs: Sequence[Path]) -> bytes:
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym plot``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym plot",
-        description="Draw the learning curves of trainings, beside the level of the family's rule.",
-    )
-    text = "folders of trainings of one family"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    text = "FILE.png (curve.png in the first folder)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    parser = command_parser("plot")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of trainings of one family")
+    add("--out", type=Path, metavar="FILE", help="FILE.png (curve.png in the first folder)")
     options = parser.parse_args(argv)
     if options.out is not None:
         check_writable(options.out, (".png",))

@@ -28,11 +28,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from servegym._command_line import run_main
+from servegym._checks import whole
+from servegym._command_line import interrupt_on_signals, run_main
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_text
@@ -57,7 +58,6 @@ BASELINES = NAMED + tuple(
 """Every heuristic that is no control and knows no more than a router can."""
 STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations at equal distances
 EVERY_S = 10.0  # between two lines at least
-SIGNALS = signal.SIGINT, signal.SIGTERM
 SAVES_WITHIN_S = 60.0  # after a signal a training that has not ended is killed
 Rows = list[dict[str, Any]]
 
@@ -93,31 +93,24 @@ def validate(policy: str) -> Rows:
     return [{"policy": policy, "decisions": None, "cpu_s": None, **values}]
 
 
-def play(policy: str, training: int | None, rate: float, episodes: int, quick: bool) -> Rows:
-    """Rows of `evaluate` at a rate; ``training`` is the number of a checkpoint."""
+def play(policy: str, rate: float, episodes: int, quick: bool) -> Rows:
+    """Rows of `evaluate` at a rate, of a heuristic or of the trained policy by its path."""
     env_kwargs = {"rate": rate} | ({"episode_requests": 100} if quick else {})
-    block = min(episodes, 64 if training else 32)  # a large batch makes a network fast
+    trained = policy not in BASELINES
+    block = min(episodes, 64 if trained else 32)  # a large batch makes a network fast
     rows = evaluate(ENV_ID, [policy], episodes, None, env_kwargs, block)
-    names = {"policy": TRAINED} if training else {}
-    return [{**row, **names, "rate": rate, "training": training} for row in rows]
+    return [{**row, "policy": TRAINED if trained else policy, "rate": rate} for row in rows]
 
 
 def end_training(child: subprocess.Popen[bytes], _: object, error: object, *__: object) -> None:
     """End a training by the signal that ended this program, and wait until its policy is saved."""
-    number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else SIGNALS[-1]
-    child.send_signal(number)  # does nothing if it has ended
+    stopped = isinstance(error, KeyboardInterrupt) and error.args
+    child.send_signal(stopped[0] if stopped else signal.SIGTERM)  # does nothing if it has ended
     try:
         child.wait(SAVES_WITHIN_S)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-def stop(number: int, _: object) -> NoReturn:
-    """Raise KeyboardInterrupt with the number of a signal; those that follow are ignored."""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt(number)
 
 
 class Progress:
@@ -145,39 +138,36 @@ class Progress:
 
 
 def measure(
-    command: list[str], progress: Progress, run: Path, checkpoints: Sequence[Path], *how: Any
+    command: list[str], progress: Progress, run: Path, episodes: int, quick: bool
 ) -> tuple[Rows, Rows]:
     """Train, measure the heuristics meanwhile, then compare: rows of the curve and of `play`.
 
-    Without a command nothing is trained, and there is no curve. ``how`` are the episodes of a
-    policy and rate, and whether it is a smoke run, which leaves most heuristics out.
+    ``episodes`` are those of a policy and rate; a ``quick`` run leaves most heuristics out.
 
     Raises:
         RuntimeError: If the training fails; its output is in ``training.log``.
     """
     lines: Rows = []
     compared: Rows = []
-    names = BASELINES[: len(NAMED) + 2] if how[1] else BASELINES
-    jobs = [(lines, partial(validate, name)) for name in names if command]
-    jobs += [(compared, partial(play, name, None, r, *how)) for name in names for r in RATES]
-    paths = list(enumerate(map(str, checkpoints), 1))
-    after = [(compared, partial(play, path, k, r, *how)) for k, path in paths for r in RATES]
-    child, log, metrics = None, run / "training.log", []
+    names = BASELINES[: len(NAMED) + 2] if quick else BASELINES
+    how, trained = (episodes, quick), str(run / "last.safetensors")
+    jobs = [(lines, partial(validate, name)) for name in names]
+    jobs += [(compared, partial(play, name, r, *how)) for name in names for r in RATES]
+    after = [(compared, partial(play, trained, r, *how)) for r in RATES]
+    log, metrics = run / "training.log", []
     with ExitStack() as stack:
-        if command:
-            output = stack.enter_context(log.open("wb"))
-            # A group of its own: a terminal's Ctrl-C comes once, from here.
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
-            )
-            stack.push(partial(end_training, child))
+        output = stack.enter_context(log.open("wb"))
+        # A group of its own: a terminal's Ctrl-C comes once, from here.
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+        )
+        stack.push(partial(end_training, child))
         while jobs or after:
-            ended = child is None or child.poll() is not None
-            if child is not None:
-                metrics = read_metrics(run)
-                if child.returncode:
-                    tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-                    raise RuntimeError(f"{shlex.join(command)} failed: {tail}")
+            ended = child.poll() is not None
+            metrics = read_metrics(run)
+            if child.returncode:
+                tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+                raise RuntimeError(f"{shlex.join(command)} failed: {tail}")
             progress.show(metrics, lines, len(jobs) + len(after))
             if not jobs and not ended:
                 time.sleep(0.5)
@@ -192,20 +182,17 @@ def measure(
 def summarise_comparison(rows: Rows) -> Rows:
     """QoS of each policy at each rate, and what the trained one gains over it, paired by episode.
 
-    Both with 95 % intervals over the episodes, of several trainings over these as well.
+    Both with 95 % intervals over the episodes.
     """
-    scores: dict[tuple[str, float], dict[int | None, list[float]]] = {}
+    scores: dict[tuple[str, float], list[float]] = {}
     for row in rows:
-        by_training = scores.setdefault((row["policy"], row["rate"]), {})
-        by_training.setdefault(row["training"], []).append(row["avg_qos"])
+        scores.setdefault((row["policy"], row["rate"]), []).append(row["avg_qos"])
     table = []
-    for (policy, rate), by_training in scores.items():
-        trainings = list(by_training.values())
-        kinds = {"qos": over_trainings(trainings)}
+    for (policy, rate), qos in scores.items():
+        kinds = {"qos": over_trainings([qos])}
         if policy != TRAINED:
-            kinds["gain"] = over_trainings(list(scores[TRAINED, rate].values()), trainings[0])
-        row = {"policy": policy, "rate": rate, "trainings": len(trainings) * (policy == TRAINED)}
-        row |= {"episodes": len(trainings[0])}
+            kinds["gain"] = over_trainings([scores[TRAINED, rate]], qos)
+        row: dict[str, Any] = {"policy": policy, "rate": rate, "episodes": len(qos)}
         for key, one in kinds.items():
             row |= {key: one.value, f"{key}_low": one.low, f"{key}_high": one.high}
         table.append(row)
@@ -266,13 +253,12 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
         body.append([name, *(f"{q} [{low} {high}]" for q, low, high in cells), " ".join(gains)])
     body.append(["ceiling", *short(".3f", *ceiling), ""])
     heads = [*(f"QoS at {rate:g}/s" for rate in RATES), "gains at 5/8/10"]
-    many = f"{table[0]['episodes']} episodes, trainings: {max(r['trainings'] for r in table)}"
     below = [
         f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
-        "Intervals: over episodes, and trainings if several. Ceiling: mean of the best scores.",
+        "Intervals: over episodes. Ceiling: mean of the best scores.",
         *(one["text"] for one in notes),
     ]
-    title = f"Average QoS, interquartile mean [95 % interval]; {many}"
+    title = f"Average QoS, interquartile mean [95 % interval]; {table[0]['episodes']} episodes"
     print_table(title, ["policy", *heads], body, below)
 
 
@@ -311,27 +297,25 @@ def plot(curve: Rows, table: Rows) -> bytes:
     return as_png(figure)
 
 
-def take_folder(out: Path | None, name: str, trains: bool) -> Path:
+def take_folder(out: Path | None, name: str) -> Path:
     """The folder of this run: ``out``, or the first of runs/NAME, runs/NAME_2, ... that is free.
 
     Raises:
-        ValueError: If ``out`` has a training already, where this run ``trains``, or a comparison.
+        ValueError: If ``out`` has a training or a comparison already.
         OSError: If the folder cannot be made.
     """
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        trained = [*out.glob("metrics.jsonl"), *out.glob("*.safetensors")] if trains else []
-        for file in [*trained, *out.glob(f"{TABLE}*")]:
-            raise ValueError(f"{out} holds a run already ({file.name}); name another folder")
+        names = ("metrics.jsonl", "*.safetensors", f"{TABLE}*")
+        for file in [one for name in names for one in out.glob(name)]:
+            raise ValueError(f"--out {out} holds a run already ({file.name}); name another folder")
         return out
-    number = 1
-    while True:
-        folder = Path("runs", name if number == 1 else f"{name}_{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
+    folder, number = Path("runs", name), 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs", f"{name}_{number}")
+    folder.mkdir(parents=True)
+    return folder
 
 
 def announce(steps: int, out: Path) -> None:
@@ -358,17 +342,14 @@ def say_what_is_next(out: Path, seconds: float) -> None:
     print(f"  servegym render --policy {folder}")
 
 
-def say_what_is_left(out: Path, trains: bool) -> None:
+def say_what_is_left(out: Path) -> None:
     """Say after a signal what the folder has."""
     policy = out / "last.safetensors"
-    if not trains:
-        print(f"interrupted: {out} has no comparison")
-    elif not policy.exists():
+    if not policy.exists():
         print(f"interrupted: {out} has no policy yet")
     else:
-        words = ["python", "-m", "servegym.experiments.train_and_compare"]
-        command = shlex.join([*words, "--checkpoint", str(policy), "--out", str(out)])
-        print(f"interrupted: the policy so far is {policy}, compare it with: {command}")
+        words = ["servegym", "evaluate", ENV_ID, "--policy", str(policy), "--set", "rate=8"]
+        print(f"interrupted: the policy so far is {policy}, play it with: {shlex.join(words)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -378,62 +359,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
     parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
     parser.add_argument("--out", type=Path, help="folder (runs/train, runs/train_2, ...)")
-    parser.add_argument("--checkpoint", type=Path, nargs="+", help="compare these, train nothing")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
     args.steps = (2_560 if args.quick else STEPS) if args.steps is None else args.steps
-    if min(args.steps, args.episodes) < 1:
-        parser.error("--steps and --episodes must be 1 or more")
-    for checkpoint in args.checkpoint or ():
-        if not checkpoint.exists():
-            parser.error(f"--checkpoint {checkpoint} does not exist")
-    trains = args.checkpoint is None
-    try:
-        args.out = take_folder(args.out, "train-quick" if args.quick else "train", trains)
-    except (OSError, ValueError) as error:
-        parser.error(f"--out: {error}")
-
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
-    try:
-        train_and_compare(args, words)
-    except KeyboardInterrupt as signalled:
-        say_what_is_left(args.out, trains)
-        return 128 + signalled.args[0]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    whole("--steps", args.steps, 1)
+    whole("--episodes", args.episodes, 1)
+    args.out = take_folder(args.out, "train-quick" if args.quick else "train")
+    with interrupt_on_signals():
+        try:
+            train_and_compare(args, words)
+        except KeyboardInterrupt as signalled:
+            say_what_is_left(args.out)
+            return 128 + signalled.args[0]
     return 0
 
 
 def train_and_compare(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Do what the command line, in its ``words``, asks for."""
-    trains = args.checkpoint is None
     if args.quick:
         print("Smoke run: it shows that everything works; its numbers are not to be quoted.")
-    command, settings = [], {}
-    if trains:
-        command = training_command(args.steps, args.seed, args.out)
-        settings = {"seed": args.seed, "steps": args.steps}
-        announce(args.steps, args.out)
+    announce(args.steps, args.out)
     this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
+    settings = {"seed": args.seed, "steps": args.steps}
     origin = provenance(this, args.quick, packages=("torch",), settings=settings)
     progress = Progress(args.steps)
-    checkpoints = args.checkpoint or [args.out / "last.safetensors"]
     episodes = min(args.episodes, 3) if args.quick else args.episodes
-    curve, rows = measure(command, progress, args.out, checkpoints, episodes, args.quick)
+    command = training_command(args.steps, args.seed, args.out)
+    curve, rows = measure(command, progress, args.out, episodes, args.quick)
     table = summarise_comparison(rows)
     notes = findings(table, curve)
     ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
     print_comparison(table, ceiling, notes)
     write_result(args.out / TABLE, table, origin, notes)
-    seconds = time.perf_counter() - progress.begin
-    if trains:
-        write_result(args.out / CURVE, curve, origin)
-        write_text(args.out / f"{TABLE}.png", plot(curve, table))
-        say_what_is_next(args.out, seconds)
-    else:
-        print(f"{seconds:.0f} s; all that was made is in {args.out}")
+    write_result(args.out / CURVE, curve, origin)
+    write_text(args.out / f"{TABLE}.png", plot(curve, table))
+    say_what_is_next(args.out, time.perf_counter() - progress.begin)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from servegym.envs.llm_routing import replay
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.workloads import make_prefix_workload
+from servegym.experiments.cli import command_parser
 from servegym.hardware_profiles import load
 
 
@@ -48,13 +48,8 @@ def warm_family(family: Family) -> float:
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym warm``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym warm",
-        description="Compile environments and policies ahead, once per machine; each family's "
-        "seconds.",
-    )
-    text = "families (all), see `servegym list`"
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=text)
+    parser = command_parser("warm")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="see `servegym list` (all)")
     names = parser.parse_args(argv).families
     for family in [family_named(name) for name in names] or FAMILIES:
         print(f"{family.name}: {warm_family(family):.1f} s", flush=True)

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from servegym.hardware_profiles.schema import read_json
+from servegym._files import read_json
 
 FILE = "constants.json"
 

@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from servegym._files import read_json
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import data_path, load, load_named, unknown_name
-from servegym.hardware_profiles.schema import Fields, read_json
+from servegym.hardware_profiles.schema import Fields
 
 FORMAT = "servegym-fleet/1"
 

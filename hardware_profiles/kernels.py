@@ -19,10 +19,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from servegym._files import read_json
 from servegym.hardware_profiles.interpolation import along
 from servegym.hardware_profiles.load import data_path, list_profiles, unknown_name
 from servegym.hardware_profiles.model_config import VALUE_BYTES
-from servegym.hardware_profiles.schema import Fields, read_json
+from servegym.hardware_profiles.schema import Fields
 
 FORMAT = "servegym-kernel-tables/1"
 # How far beyond the last timed size a shape may lie.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym._files import write_json
 from servegym.hardware_profiles.host import fold_host, plans_ahead
 from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.schema import (
@@ -34,7 +35,6 @@ from servegym.hardware_profiles.schema import (
     check_profile,
     copy_json,
     kv_capacity_tokens,
-    write_json,
 )
 
 
@@ -232,7 +232,7 @@ class Profile:
         Args:
             path: the file to write.
         """
-        write_json(self.to_dict(), path)
+        write_json(path, self.to_dict())
 
     def tables(self) -> LawTables:
         """Return the law's tables (float64, read-only, seconds and tokens).

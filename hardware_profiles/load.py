@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from servegym._checks import nearest
+from servegym._files import read_json
 from servegym.hardware_profiles.law import Profile
-from servegym.hardware_profiles.schema import read_json
 
 _T = TypeVar("_T")
 

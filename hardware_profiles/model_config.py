@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from servegym._files import read_json
 from servegym.hardware_profiles.load import data_path, unknown_name
-from servegym.hardware_profiles.schema import Fields, read_json
+from servegym.hardware_profiles.schema import Fields
 
 ARCHITECTURES = (
     "LlamaForCausalLM",

@@ -1,8 +1,8 @@
 """Times of one mixture-of-experts layer on one card, from the files that ship.
 
 A file ``moe-CARD-MODEL.json`` holds the routed part of the layer in one fused kernel, all experts
-on the card, in seconds by tokens; the two constants of the small-batch law
-``base_s + active x expert_read_s``; and one expert run by itself with dense kernels.
+on the card, in seconds by tokens, and the two constants of the small-batch law
+``base_s + active x expert_read_s``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym._files import read_json
 from servegym.hardware_profiles.load import data_path, unknown_name
-from servegym.hardware_profiles.schema import read_json
 
 _PREFIX = "moe-"
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._checks import LARGEST, flag, nearest, real, whole
-from servegym._files import write_text
 
 FORMAT = "servegym-hardware-profile/1"
 KINDS = ("measured", "fitted", "derived")
@@ -375,67 +372,3 @@ def kv_capacity_tokens(
             f"{model['weight_bytes']:.4g} B, activations {engine['activation_reserve_bytes']:.4g} B"
         )
     return blocks * BLOCK_SIZE
-
-
-# -- files -------------------------------------------------------------------------------------
-
-
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file strictly: no NaN, no infinity, no key twice.
-
-    Args:
-        path: the file to read.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it.
-    """
-    file = Path(path)
-
-    def constant(token: str) -> Any:
-        raise ValueError(f"{token} is no JSON number; write a finite number")
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key, value in items:
-            if key in out:
-                raise ValueError(f"field {key!r}: given twice")
-            out[key] = value
-        return out
-
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file.name}: not UTF-8 text: {error.reason}") from error
-    try:
-        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{file.name}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
-        ) from error
-    except (RecursionError, ValueError) as error:  # of the above, or thousands of digits
-        raise ValueError(f"{file.name}: {error}") from error
-
-
-def write_json(data: Any, path: str | os.PathLike[str]) -> None:
-    """Write a JSON file in one move; arrays of numbers stay on one line.
-
-    Args:
-        data: a JSON value of finite numbers.
-        path: the file to write.
-    """
-    write_text(path, _indented(data) + "\n")
-
-
-def _indented(value: Any, indent: str = "") -> str:
-    inner = indent + "  "
-    if isinstance(value, Mapping) and value:
-        body = ",\n".join(
-            f"{inner}{json.dumps(k)}: {_indented(v, inner)}" for k, v in value.items()
-        )
-        return f"{{\n{body}\n{indent}}}"
-    if isinstance(value, list) and value and not isinstance(value[0], (int, float)):
-        body = ",\n".join(inner + _indented(v, inner) for v in value)
-        return f"[\n{body}\n{indent}]"
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)

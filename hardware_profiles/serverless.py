@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from servegym._files import read_json
 from servegym.hardware_profiles.load import data_path, load, unknown_name
 from servegym.hardware_profiles.moe import list_moe_layers, load_moe
-from servegym.hardware_profiles.schema import read_json
 
 MB = float(2**20)
 

@@ -336,7 +336,8 @@ def test_the_command_of_a_table_names_code_and_options_of_the_tree_or_a_commit(r
                 module = words[words.index("-m") + 1].removeprefix("servegym.")
                 assert (root / f"{module.replace('.', '/')}.py").exists(), (path, module)
             for option in (word for word in words if word.startswith("--")):
-                assert f'"{option}"' in sources, (path, option)
+                field = option[2:].replace("-", "_")  # of a record that options are made of
+                assert f'"{option}"' in sources or f"    {field}: " in sources, (path, option)
 
 
 def test_no_shipped_file_names_a_path_of_a_machine(root):

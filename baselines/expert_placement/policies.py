@@ -84,7 +84,7 @@ class PlacementPolicy(BasePolicy):
         system = self.system
         view = server_view(placement, system.gpu_server, system.cluster.num_servers)
         remote = np.sum(counts, where=~view, axis=(1, 2), dtype=np.float64)
-        return float(system.epoch_s / inputs.window_s * (inputs.extra_s * remote).sum())
+        return float(system.arguments.epoch_s / inputs.window_s * (inputs.extra_s * remote).sum())
 
     def migration_s(self, current: Bools, plan: Bools) -> float:
         """Eq. 3: seconds of loading, added over all GPUs; experts that go cost nothing."""
@@ -113,7 +113,7 @@ class PlacementPolicy(BasePolicy):
                 continue
             counts = np.asarray(observation["counts"][b], dtype=np.float64)
             current = wished[b] > 0
-            free = first and self.system.free_start
+            free = first and self.system.arguments.free_start
             wish = self.plan(b, counts, current, free)
             if wish is None:
                 continue
@@ -252,7 +252,7 @@ class LatencyDp(PlacementPolicy):
         """C of Eq. 4 by the estimate that the plan was made with."""
         system = self.system
         view = server_view(placement, system.gpu_server, system.cluster.num_servers)
-        return system.epoch_s * float(self._model.cost(view).sum())
+        return system.arguments.epoch_s * float(self._model.cost(view).sum())
 
 
 class BestStart(PlacementPolicy):
@@ -367,7 +367,7 @@ class LatencyLocalSearch(PlacementPolicy):
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
     ) -> bool:
         """Whether an epoch in the engine that begins with the change is faster than one without."""
-        arrivals = float((self.system.epoch_s / self.system.interarrival_s).sum())
+        arrivals = float((self.system.arguments.epoch_s / self.system.interarrival_s).sum())
         epoch = SimulatedLatency.of_counts(
             self.system, self._latest, max(round(arrivals), 1), seed=self._seed + 1
         )

@@ -17,6 +17,7 @@ from servegym.baselines.protocol import SystemDescription
 from servegym.envs.workloads.expert_sets import set_bits
 
 if TYPE_CHECKING:
+    from servegym.envs.expert_placement.arguments import PlacementArguments
     from servegym.envs.expert_placement.cluster import Cluster
     from servegym.envs.expert_placement.config import Problem
     from servegym.envs.expert_placement.simulator import Prompts
@@ -29,12 +30,10 @@ class PlacementSystem(SystemDescription):
     It holds nothing of an episode: the token rows are of prompts that no episode draws.
 
     Attributes:
+        arguments: Those of the environment; ``epoch_s`` is the horizon of Eq. 4.
         cluster: Servers, links, times and sizes.
         interarrival_s: (N,) mean seconds between the requests of a server.
         output_tokens: Mean tokens of an answer.
-        epoch_s: Seconds between decisions, the horizon of Eq. 4.
-        free_start: Whether the first placement of an episode costs nothing.
-        migration_source: ``"host"`` or ``"network"``.
         output_range: Least and most tokens of an answer.
         prompts: The recorded prompts.
         task_prompts: For each task, the recorded prompts, as a rule those that no episode draws.
@@ -48,12 +47,10 @@ class PlacementSystem(SystemDescription):
 
     family = "expert_placement"
 
+    arguments: PlacementArguments
     cluster: Cluster
     interarrival_s: Floats
     output_tokens: float
-    epoch_s: float
-    free_start: bool
-    migration_source: str
     output_range: tuple[int, int]
     prompts: Prompts
     task_prompts: tuple[Ints, ...]
@@ -68,7 +65,7 @@ class PlacementSystem(SystemDescription):
     def from_problem(cls, problem: Problem) -> PlacementSystem:
         """The description of an environment's problem (``env.unwrapped.problem``)."""
         prompts, of_tasks = problem.prompts, problem.history_rows
-        mean_output = float(np.mean(problem.output_tokens))
+        mean_output = float(np.mean(problem.output_range))
         rows, counts, tokens = [], [], []
         for of_task in of_tasks:
             bank = np.concatenate(
@@ -80,16 +77,14 @@ class PlacementSystem(SystemDescription):
             tokens.append(float(prompts.tokens[of_task].mean()))
         tasks, servers = len(of_tasks), problem.cluster.num_servers
         shares = np.full((servers, tasks), 1.0 / tasks)
-        if problem.rotate_s == 0:
+        if problem.arguments.rotate_s == 0:
             shares = np.eye(tasks)[np.arange(servers) % tasks]
         return cls(
             cluster=problem.cluster,
-            interarrival_s=np.asarray(problem.interarrival_s, dtype=np.float64),
+            arguments=problem.arguments,
+            interarrival_s=problem.interarrival_s,
             output_tokens=mean_output,
-            epoch_s=float(problem.epoch_s),
-            free_start=bool(problem.free_start),
-            migration_source=problem.migration_source,
-            output_range=problem.output_tokens,
+            output_range=problem.output_range,
             prompts=prompts,
             task_prompts=of_tasks,
             long_run_shares=shares,
@@ -97,7 +92,7 @@ class PlacementSystem(SystemDescription):
             task_rows=tuple(rows),
             task_counts=np.stack(counts),
             task_prompt_tokens=np.array(tokens),
-            tasks=tuple(problem.tasks),
+            tasks=problem.tasks,
         )
 
     @property
@@ -123,7 +118,7 @@ class PlacementSystem(SystemDescription):
         digest = hashlib.sha256()
         for part in numbers:
             digest.update(np.ascontiguousarray(part, dtype=np.float64).tobytes())
-        names = (c.model, c.link_model, c.messages, self.migration_source, *self.tasks)
+        names = (c.model, c.link_model, c.messages, self.arguments.migration_source, *self.tasks)
         digest.update(" ".join(map(str, names)).encode())
         return digest.hexdigest()[:16]
 
@@ -144,7 +139,7 @@ class PlacementSystem(SystemDescription):
         """
         c = self.cluster
         speed = np.full(c.num_gpus, float(c.load_bytes_s))
-        if self.migration_source == "network" and c.num_servers > 1:
+        if self.arguments.migration_source == "network" and c.num_servers > 1:
             rate = np.where(np.eye(c.num_servers, dtype=bool), 0.0, c.link_bytes_s)
             speed = np.minimum(speed, (rate.sum(axis=0) / (c.num_servers - 1))[c.gpu_server])
         return speed

@@ -197,14 +197,14 @@ class RoutingSystem(SystemDescription):
         if problem.fleets is not None:
             return FleetSystem(problem)
         arguments = problem.arguments
-        slots = problem.running_capacity
+        slots = arguments.running_capacity
         cfg = problem.cfg[0]
         train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
         tokens, prefill, contexts, decode = laws([p.tables() for p in problem.profiles], slots)
         scores, lengths = train.scores.mean(axis=0), train.output_tokens.mean(axis=0)
-        if arguments["score_predictor"] == "zero":
+        if arguments.score_predictor == "zero":
             scores = np.full_like(scores, NO_SCORE)
-        if arguments["length_predictor"] == "zero":
+        if arguments.length_predictor == "zero":
             lengths = np.full_like(lengths, problem.max_output_tokens / 2)
         return cls(
             experts=tuple(
@@ -212,7 +212,7 @@ class RoutingSystem(SystemDescription):
                 for profile, model in zip(problem.profiles, problem.models, strict=True)
             ),
             running_capacity=slots,
-            waiting_capacity=problem.waiting_capacity,
+            waiting_capacity=arguments.waiting_capacity,
             estimator=coefficients([profile.estimator for profile in problem.profiles]),
             prefill_tokens=tokens,
             prefill_s=prefill,
@@ -223,8 +223,8 @@ class RoutingSystem(SystemDescription):
             max_output_tokens=problem.max_output_tokens,
             router_delay_s=float(cfg["router_delay_s"]),
             transfer_s_per_token=float(cfg["delay_s_per_token"]),
-            scheduler=arguments["scheduler"],
-            memory_policy=arguments["memory_policy"],
+            scheduler=arguments.scheduler,
+            memory_policy=arguments.memory_policy,
             kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
             train=train,
         )
@@ -283,15 +283,15 @@ class FleetSystem(RoutingSystem):
         train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
         values = {
             "experts": tuple(f"expert {n + 1}" for n in range(problem.num_experts)),
-            "running_capacity": problem.running_capacity,
-            "waiting_capacity": problem.waiting_capacity,
+            "running_capacity": problem.arguments.running_capacity,
+            "waiting_capacity": problem.arguments.waiting_capacity,
             "max_output_tokens": problem.max_output_tokens,
             "router_delay_s": float(cfg["router_delay_s"]),
             "transfer_s_per_token": float(cfg["delay_s_per_token"]),
             "fixed": problem.fleets.setting is not None,
             "library": Library(
                 coefficients([p.estimator for p in problem.profiles]),
-                *laws([p.tables() for p in problem.profiles], problem.running_capacity),
+                *laws([p.tables() for p in problem.profiles], problem.arguments.running_capacity),
                 train.scores.mean(axis=0),
                 train.output_tokens.mean(axis=0),
                 train,

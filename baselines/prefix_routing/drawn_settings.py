@@ -134,7 +134,7 @@ def attainment(batch: PrefixBatch, decide: Decide) -> NDArray[np.float64]:
     while not ended:
         ended = batch.step(decide(batch.observation, batch.action_mask), every)
         met += batch.out[:, 0]
-    return met / batch.problem.episode_requests
+    return met / batch.problem.arguments.episode_requests
 
 
 def rules_decide(rules: Sequence[Rule], system: PrefixSystem, seed: int) -> Decide:

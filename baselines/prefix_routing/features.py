@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.protocol import Observation
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 
 Floats = NDArray[np.floating[Any]]
 
@@ -46,8 +46,6 @@ FEATURES = (
 """What the index reads of a replica; the times are clipped at `MOST` objectives."""
 F = len(FEATURES)
 MOST = 8.0
-_AT = {name: k for k, name in enumerate(REPLICA_FEATURES)}
-_ASKED = {name: k for k, name in enumerate(REQUEST_FEATURES)}
 
 
 def features(obs: Observation, block_size: int) -> tuple[Floats, Floats]:
@@ -57,41 +55,51 @@ def features(obs: Observation, block_size: int) -> tuple[Floats, Floats]:
         obs: Dict observation of the environment, with a leading axis of B.
         block_size: Tokens of a KV block.
     """
-    of, request = obs["replicas"], obs["request"]
-    prompt = request[:, _ASKED["prompt_tokens"], None]
-    heat = request[:, _ASKED["tenant_heat"], None]
-    ttft = np.maximum(request[:, _ASKED["ttft_slo_s"], None], 1e-3)
-    tpot = np.maximum(request[:, _ASKED["tpot_slo_s"], None], 1e-4)
-    speed = np.maximum(of[:, :, _AT["prefill_tokens_per_s"]], 1.0) * ttft  # tokens an objective
-    memory = np.maximum(of[:, :, _AT["kv_tokens"]], 1.0)
-    match, share = of[:, :, _AT["match_tokens"]], of[:, :, _AT["match_share"]]
-    in_flight = of[:, :, _AT["in_flight"]]
-    x = np.empty((*match.shape, F), np.float32)
-    x[..., 0] = np.minimum((prompt - match) / speed, MOST)
-    x[..., 1] = np.minimum(match / speed, MOST)
-    x[..., 2] = np.minimum(of[:, :, _AT["prefill_tokens"]] / speed, MOST)
-    x[..., 3] = np.maximum(x[..., 0] + x[..., 2] - 1.0, 0.0)
-    x[..., 4] = np.minimum(of[:, :, _AT["context_tokens"]] / memory, MOST)
-    x[..., 5] = np.minimum(of[:, :, _AT["decode_blocks"]] * block_size / memory, MOST)
-    x[..., 6] = np.clip(x[..., 5] + prompt / memory - 1.0, 0.0, MOST)
-    x[..., 7] = in_flight / 32
-    x[..., 8] = np.maximum(in_flight - of[:, :, _AT["max_num_seqs"]], 0.0) / 32
-    x[..., 9] = np.minimum(of[:, :, _AT["waiting"]] / 8, MOST)
-    x[..., 10] = of[:, :, _AT["kv_usage"]]
-    x[..., 11] = of[:, :, _AT["session_replica"]]
-    x[..., 12] = share
-    x[..., 13] = share * np.log1p(of[:, :, _AT["match_age_s"]])
-    x[..., 14] = share * x[..., 5]
-    x[..., 15] = share * heat
-    x[..., 16] = of[:, :, _AT["index_fill"]]
-    x[..., 17] = np.minimum(of[:, :, _AT["ttft_s"]] / ttft, MOST)
-    x[..., 18] = np.clip(of[:, :, _AT["ttft_error_s"]] / ttft, -MOST, MOST)
-    x[..., 19] = np.minimum(of[:, :, _AT["tpot_s"]] / tpot, MOST)
-    x[..., 20] = x[..., 0] * x[..., 7]
-    x[..., 21] = np.log(x[..., 0] + 0.01)
-    x[..., 22] = np.log1p(in_flight)
-    up = of[:, :, _AT["up"]]
-    load = ((x[..., 2] + x[..., 5]) * up).sum(1) / np.maximum(up.sum(1), 1.0)
+    replicas, request = obs["replicas"], obs["request"]
+
+    def of(name: str) -> Floats:
+        return replicas[:, :, OF_REPLICA[name]]
+
+    def asked(name: str) -> Floats:
+        return request[:, OF_REQUEST[name], None]
+
+    prompt = asked("prompt_tokens")
+    ttft = np.maximum(asked("ttft_slo_s"), 1e-3)
+    tpot = np.maximum(asked("tpot_slo_s"), 1e-4)
+    speed = np.maximum(of("prefill_tokens_per_s"), 1.0) * ttft  # tokens an objective
+    memory = np.maximum(of("kv_tokens"), 1.0)
+    match, share, in_flight = of("match_tokens"), of("match_share"), of("in_flight")
+    prefill = np.minimum((prompt - match) / speed, MOST)
+    backlog = np.minimum(of("prefill_tokens") / speed, MOST)
+    blocks = np.minimum(of("decode_blocks") * block_size / memory, MOST)
+    columns = (
+        prefill,
+        np.minimum(match / speed, MOST),
+        backlog,
+        np.maximum(prefill + backlog - 1.0, 0.0),
+        np.minimum(of("context_tokens") / memory, MOST),
+        blocks,
+        np.clip(blocks + prompt / memory - 1.0, 0.0, MOST),
+        in_flight / 32,
+        np.maximum(in_flight - of("max_num_seqs"), 0.0) / 32,
+        np.minimum(of("waiting") / 8, MOST),
+        of("kv_usage"),
+        of("session_replica"),
+        share,
+        share * np.log1p(of("match_age_s")),
+        share * blocks,
+        share * asked("tenant_heat"),
+        of("index_fill"),
+        np.minimum(of("ttft_s") / ttft, MOST),
+        np.clip(of("ttft_error_s") / ttft, -MOST, MOST),
+        np.minimum(of("tpot_s") / tpot, MOST),
+        prefill * in_flight / 32,
+        np.log(prefill + 0.01),
+        np.log1p(in_flight),
+    )
+    x = np.stack(columns, -1, dtype=np.float32)
+    up = of("up")
+    load = ((backlog + blocks) * up).sum(1) / np.maximum(up.sum(1), 1.0)
     return x, np.minimum(load, 2.0)
 
 

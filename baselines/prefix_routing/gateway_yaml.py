@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from servegym._checks import nearest
+from servegym._checks import did_you_mean
 from servegym._files import MalformedFileError
 from servegym.baselines.prefix_routing.plugins import CARDS, FILTERS, GATEWAYS, SCORERS, Setting
 
@@ -136,9 +136,8 @@ def _plugins(content: Mapping[Any, Any]) -> _Plugins:
         kind = str(plugin.get("type"))
         name = str(plugin.get("name") or kind)
         if kind not in known and not kind.endswith(_KEPT_ENDS):
-            near = nearest(kind, known)
-            hint = f"did you mean {near!r}?" if near else f"have {', '.join(known)}"
-            refuse(f"plugins: {name}", f"has type {kind!r}, which is not simulated", hint)
+            fix = f"have {', '.join(known)}.{did_you_mean(kind, known)}"
+            refuse(f"plugins: {name}", f"has type {kind!r}, which is not simulated", fix)
         kinds = {one["type"] for one in plugins.values()} & set(_SIMULATED)
         if name in plugins or kind in kinds or (name != kind and name in _SIMULATED):
             refuse(f"plugins: {name}", "has the type or name of another", "have one of each")

@@ -11,10 +11,7 @@ from numpy.typing import NDArray
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
-
-_COLUMN = {name: k for k, name in enumerate(REPLICA_FEATURES)}
-_OF_REQUEST = {name: k for k, name in enumerate(REQUEST_FEATURES)}
+from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 
 
 def view_of(
@@ -33,12 +30,12 @@ def view_of(
     request = observation["request"][row].astype(np.float64)
 
     def of(name: str) -> NDArray[Any]:
-        return replicas[:, _COLUMN[name]]
+        return replicas[:, OF_REPLICA[name]]
 
     last = np.flatnonzero(of("session_replica"))
     return View(
-        prompt_tokens=int(request[_OF_REQUEST["prompt_tokens"]]),
-        predicted_output=float(request[_OF_REQUEST["predicted_tokens"]]),
+        prompt_tokens=int(request[OF_REQUEST["prompt_tokens"]]),
+        predicted_output=float(request[OF_REQUEST["predicted_tokens"]]),
         block_size=system.block_size,
         match_tokens=of("match_tokens").astype(np.int64),
         in_flight=of("in_flight").astype(np.int64),
@@ -59,10 +56,10 @@ def view_of(
         rng=rng,
         index_block=system.index_block,
         index_tokens=of("index_tokens").astype(np.int64),
-        scrape_age_s=float(replicas[0, _COLUMN["metrics_age_s"]]),
+        scrape_age_s=float(replicas[0, OF_REPLICA["metrics_age_s"]]),
         tpot_s=of("tpot_s") if of("tpot_s").any() else None,
-        ttft_slo_s=float(request[_OF_REQUEST["ttft_slo_s"]]),
-        tpot_slo_s=float(request[_OF_REQUEST["tpot_slo_s"]]),
+        ttft_slo_s=float(request[OF_REQUEST["ttft_slo_s"]]),
+        tpot_slo_s=float(request[OF_REQUEST["tpot_slo_s"]]),
         cards=system.cards,
     )
 
@@ -88,10 +85,10 @@ class BatchView:
         self.up = np.asarray(mask)[:, : system.num_replicas] == 1
 
     def __getattr__(self, name: str) -> NDArray[np.float64]:
-        if name in _OF_REQUEST:
-            value = self._request[:, _OF_REQUEST[name], None].astype(np.float64)
-        elif name in _COLUMN:
-            value = self._replicas[:, :, _COLUMN[name]].astype(np.float64)
+        if name in OF_REQUEST:
+            value = self._request[:, OF_REQUEST[name], None].astype(np.float64)
+        elif name in OF_REPLICA:
+            value = self._replicas[:, :, OF_REPLICA[name]].astype(np.float64)
         else:
             raise AttributeError(name)
         setattr(self, name, value)  # asked for again, it is there

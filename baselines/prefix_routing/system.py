@@ -50,13 +50,13 @@ class PrefixSystem(SystemDescription):
         Args:
             problem: As `servegym.envs.prefix_routing.config.build_problem` returns it.
         """
-        kv_tokens = np.asarray(problem.capacity * problem.block_size, np.int64)
-        running = int(problem.tables.config["max_running"][0])
+        kv_tokens = np.asarray(problem.capacity * problem.arguments.block_size, np.int64)
+        running = problem.arguments.max_num_seqs
         full = [p.decode_s(running, int(kv_tokens.min())) for p in problem.profiles]
         return cls(
             num_replicas=problem.num_replicas,
-            admission=problem.admission,
-            block_size=problem.block_size,
+            admission=problem.arguments.admission,
+            block_size=problem.arguments.block_size,
             index_block=int(problem.gateway["entry_tokens"]),
             speed=np.asarray(problem.speed, np.float64),
             decode_speed=running / np.array(full),

@@ -22,17 +22,17 @@ from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
-    bill,
+    bill_plan,
+    cold_start,
+    decode_layer,
     experts_s,
     layer_s,
-    main_usd_s,
     planned_job_s,
-    rounding_s,
     start_s,
     transfer_s,
 )
 from servegym.envs.serverless_moe.loads import Load
-from servegym.envs.serverless_moe.outcomes import remote_decode, start_times, without_experts
+from servegym.envs.serverless_moe.outcomes import without_experts
 from servegym.envs.serverless_moe.plans import smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first
 
@@ -149,7 +149,8 @@ class ActionTable:
         local = (model.num_experts - self.members) * float(model.expert_mb.sum())
         specs = model.main_specs_mb
         least = smallest_specs(specs, local + model.token_mb * most)
-        self.main_mb = smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
+        spare = least[:, None] + system.arguments.w_headroom_mb
+        self.main_mb = smallest_specs(specs, spare)  # (S, W)
 
     def sets(self, frequency: NDArray) -> RemoteSets:
         """Remote sets and replicas of a predicted activation matrix (L, K), cached."""
@@ -184,7 +185,7 @@ class ActionTable:
             sets.share
         )
         least = smallest_specs(specs, need)
-        return smallest_specs(specs, least[..., None] + self.system.y_headroom_mb)
+        return smallest_specs(specs, least[..., None] + self.system.arguments.y_headroom_mb)
 
     def replicas(self, sets: RemoteSets, n_in: float) -> NDArray[np.int64]:
         """Replicas of each layer and headroom, (S, L, Z)."""
@@ -192,7 +193,7 @@ class ActionTable:
         body = sets.top * (model.top_k * n_in * model.token_mb)
         fits = body <= model.payload_mb
         least = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, model.z_max)
-        return np.minimum(least[..., None] + self.system.z_headroom, model.z_max)
+        return np.minimum(least[..., None] + self.system.arguments.z_headroom, model.z_max)
 
     def choices(self, frequency: NDArray, n_in: float) -> CandidateActions:
         """All actions for a prompt of ``n_in`` tokens."""
@@ -294,30 +295,38 @@ def evaluate_actions(
         1.0 + invoked.sum(axis=1)[:, None, None],
     )
 
-    histogram = np.stack([load.histogram(x, top_k) for x in c.remote])
-    called, decode = remote_decode(model, load, histogram[:, :, None], c.memory_mb, trem)
-    local_s = own_one[:, :, :, None, None] * (top_k - np.arange(top_k + 1))
-    step = layer_s(model, local_s, called[:, :, None], top_k)
-    decode_s = np.einsum("slr,slwyr->swy", histogram, step) + fixed[1].seconds
-    decode = Phase(decode_s[..., None], *(x.sum(axis=1)[:, None, :, None] for x in decode[1:]))
+    of_tokens = np.stack([load.histogram(x, top_k) for x in c.remote])
+    of_tokens = np.moveaxis(of_tokens, 2, 0)[..., None, None]  # (R, S, L, 1, 1)
+    call_s, mb = ((one + wire)[:, :, None], c.memory_mb[:, :, None])  # (S, L, 1, Y)
+    decode = decode_layer(
+        model, of_tokens, own_one[..., None], call_s, trem[..., None], mb, load.trem_factors
+    )
+    decode = Phase(*(x.sum(axis=1)[..., None] for x in decode))
+    decode = decode._replace(seconds=decode.seconds + fixed[1].seconds)
 
-    rate = main_usd_s(model, n_in + n_out, c.main_mb)[:, :, None, None]
-    rounding = rounding_s(model, prefill.seconds + decode.seconds)
+    main_mb = c.main_mb[:, :, None, None]
     start = cold_starts(system, c, warm) if starts else Start(*np.zeros((4, 1, 1, 1, 1)))
-    planned = bill(model, rate, rounding, prefill, decode, start)
+    planned = bill_plan(model, n_in + n_out, main_mb, prefill, decode, start)
     mix_start = start_s(
         model, model.container_start_main_s, model.all_non_expert_mb + model.all_experts_mb
     )
-    mix_phases = Phase(planned.prefill_s[0, 0, 0, 0], invocations=1), Phase(decode_s[0, 0, 0])
-    mix = bill(model, rate[0, 0, 0, 0], rounding[0, 0, 0, 0], *mix_phases, Start(mix_start))
+    mix = bill_plan(
+        model,
+        n_in + n_out,
+        c.main_mb[0, 0],
+        Phase(prefill.seconds[0, 0, 0, 0], invocations=1),
+        Phase(decode.seconds[0, 0, 0, 0]),
+        Start(mix_start),
+    )
     cost, mix_usd = planned.cost_usd, float(mix.cost_usd)
     ttft = planned.prefill_s + planned.cold_s
     tpot = np.broadcast_to(planned.decode_s / max(n_out, 1), ttft.shape)
     late = _chance(ttft, ttft_limit_s, spread) + _chance(tpot, tpot_limit_s, spread)
-    reward = -cost / mix_usd - system.penalty * late
+    penalty = system.arguments.penalty
+    reward = -cost / mix_usd - penalty * late
     fits = _feasible(system, c, tokens, top, load.decode_sets is not None, spread)
     if fits is not None:
-        reward = fits * reward - (1.0 - fits) * (1.0 + 2.0 * system.penalty)
+        reward = fits * reward - (1.0 - fits) * (1.0 + 2.0 * penalty)
     return ActionValues(reward, cost, ttft, tpot, mix_usd)
 
 
@@ -354,7 +363,7 @@ def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctio
     fresh = np.broadcast_to(c.replicas[:, :, None], (*c.memory_mb.shape, c.replicas.shape[2]))
     fresh = fresh * used[:, None, None, None]
     main_cold = np.ones(c.main_mb.shape)
-    if warm is not None and system.keep_alive_s > 0.0:
+    if warm is not None and system.arguments.keep_alive_s > 0.0:
         # All or no experts remote: both orders give the same sets.
         either = (c.members == 0) | (c.members == model.num_experts)
         same_sets = (c.order == warm.order) & ((c.order == 1) | warm.same)
@@ -363,9 +372,15 @@ def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctio
         alike = match[:, None, None] & (np.abs(c.memory_mb - warm.remote_mb[:, None]) < 0.5)
         rest = np.maximum(c.replicas - warm.replicas[:, None], 0)[:, :, None]
         fresh = np.where(alike[..., None], np.minimum(fresh, rest), fresh)
-    members = np.broadcast_to(c.members[:, None], c.memory_mb.shape[:2])
-    memory = c.memory_mb[..., None]
-    return start_times(model, members, main_cold, fresh, memory)
+    local_mb = (model.num_experts - c.members) * float(model.expert_mb.sum())
+    return cold_start(
+        model,
+        main_cold[:, :, None, None],
+        (model.all_non_expert_mb + local_mb)[:, None, None, None],
+        np.moveaxis(fresh, 1, 0)[:, :, None],
+        np.multiply.outer(model.expert_mb, c.members)[:, :, None, None, None],
+        np.moveaxis(c.memory_mb, 1, 0)[:, :, None, :, None],
+    )
 
 
 def _chance(time: Floats, limit: float, spread: float) -> Floats:

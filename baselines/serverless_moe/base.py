@@ -96,7 +96,7 @@ class ServerlessPolicy(BasePolicy):
             observed.n_out,
             mean,
             np.full(self.system.model.moe_layers, worst),
-            self.system.trem_sigma,
+            self.system.arguments.trem_sigma,
         )
 
     def rewards(

@@ -102,7 +102,7 @@ class Lookahead(Clairvoyant):
 
     def _search(self, row: int) -> Actions:
         requests = self._batch.arrays.requests[row]
-        count, keep_alive_s = len(requests), self.system.keep_alive_s
+        count, keep_alive_s = len(requests), self.system.arguments.keep_alive_s
         cold, warm, free, free_at = [], [], np.empty(count), np.empty(count, dtype=np.int64)
         for i in range(count):
             load, observed = self.true_load(row, i)

@@ -21,14 +21,17 @@ from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
     bill,
+    decode_layer,
     layer_s,
     main_usd_s,
+    remote_prefill,
     rounding_s,
     start_s,
+    transfer_s,
 )
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.plans import main_memory_mb, remote_memory_mb
-from servegym.envs.serverless_moe.records import Outcome, Plan
+from servegym.envs.serverless_moe.records import Cold, Outcome, Plan
 from servegym.envs.serverless_moe.sets import least_used, remote_count
 from servegym.envs.serverless_moe.system import SystemModel
 
@@ -145,11 +148,10 @@ class Options:
         used: (L,) layers with remote experts; the others have no choice.
         spec_mb: (V,).
         slowest_s: (L, V, Z) slowest replica with its overhead.
-        calls_s: (L, V, R) remote seconds of a decode token with r = 0..top_k remote experts.
-        histogram: (L, R) decode tokens.
+        tokens: (R, L, 1) decode tokens by their number of remote experts.
+        call_s: (V,) an expert call of one token with its transfer.
         allowed: (L, V, Z) by 10e and 10g.
         prefill: What the remote functions take in prefill, to broadcast to (L, V, Z).
-        decode: The same in decoding.
         start: Their starts, likewise.
         main_start: Start of the main function and of the slowest remote one.
     """
@@ -158,11 +160,10 @@ class Options:
     used: NDArray[np.bool_]
     spec_mb: Floats
     slowest_s: Floats
-    calls_s: Floats
-    histogram: Floats
+    tokens: Floats
+    call_s: Floats
     allowed: NDArray[np.bool_]
     prefill: Phase
-    decode: Phase
     start: Start
     main_start: Start
 
@@ -174,29 +175,29 @@ def layer_options(system: SystemModel, load: Load, remote: NDArray[np.bool_]) ->
     body = (load.tokens * system.token_mb)[:, None]
     busy, payload_mb = replica_loads(jobs, body, system.z_max)
     used, mb = members > 0, specs[:, None]
-    slowest, prefill = outcomes.remote_prefill(system, busy, load.trem_s[:, None, None], mb)
+    slowest, prefill = remote_prefill(
+        system, np.moveaxis(busy, -1, 0), load.trem_s[:, None, None], mb
+    )
     need = remote_memory_mb(system, load.tokens, remote)
     allowed = (need[:, None] <= specs)[..., None] & (payload_mb <= system.payload_mb)
-    histogram = load.histogram(remote, system.top_k)
-    calls, decode = outcomes.remote_decode(
-        system, load, histogram[:, None], specs, load.trem_s[:, None]
-    )
+    tokens = load.histogram(remote, system.top_k).T[..., None]
+    call_s = system.expert_law(specs)[0] + transfer_s(system)
     one = start_s(system, system.container_start_remote_s, members * system.expert_mb)
     one = np.where(used, one, 0.0)[:, None, None]
     started_mb = mb * np.arange(1, system.z_max + 1)
-    main, others, *_ = outcomes.start_times(system, members, [1.0], used[:, None, None], 1.0)
+    single = Plan(remote, 0.0, np.ones(len(used)), used, np.where(remote, 0, -1))
+    start = outcomes.plan_start(system, single, Cold(True, used))
     return Options(
         remote,
         used,
         specs,
         slowest,
-        calls,
-        histogram,
+        tokens,
+        call_s,
         allowed | ~used[:, None, None],
         prefill,
-        Phase(0.0, *(x[..., None] for x in decode[1:])),
         Start(0.0, 0.0, started_mb * one, started_mb * rounding_s(system, one)),
-        Start(main.item(), others.item()),
+        Start(start.main_s, start.remote_s),
     )
 
 
@@ -211,19 +212,19 @@ def option_terms(
     """
     local = outcomes.local_s(system, load, options.remote, main_mb)[:, None, None]
     prefill = layer_s(system, local, options.slowest_s, load.n_in)
-    near = np.arange(system.top_k, -1, -1) * system.expert_law(main_mb)[0]
-    step = layer_s(system, near, options.calls_s, system.top_k)
-    decode = np.einsum("lr,lvr->lv", options.histogram, step)[..., None]
+    one_s, calls = system.expert_law(main_mb)[0], (options.call_s, load.trem_s[:, None])
+    decode = decode_layer(system, options.tokens, one_s, *calls, options.spec_mb, load.trem_factors)
+    decode = Phase(*(x[..., None] for x in decode))
     cost = bill(
         system,
         main_usd_s(system, load.n_in + load.n_out, main_mb),
         0.0,
         options.prefill._replace(seconds=prefill),
-        options.decode._replace(seconds=decode),
+        decode,
         options.start,
     ).cost_usd
     cost = np.where(options.allowed, cost, np.inf)
-    decode = np.broadcast_to(decode, cost.shape)
+    decode = np.broadcast_to(decode.seconds, cost.shape)
     layers = len(cost)
     return prefill.reshape(layers, -1), decode.reshape(layers, -1), cost.reshape(layers, -1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,14 +75,13 @@ def mean_request_rewards(
     Without ``starts`` everything is warm.
     """
     system = table.system
-    trem = float(system.trem_s[regime]) * float(np.exp(0.5 * system.trem_sigma**2))
     load = Load.predicted(
         system.model,
         system.shared,
         round(system.mean_prompt_tokens),
         round(system.mean_output_tokens),
-        trem,
-        trem_sigma=system.trem_sigma,
+        float(system.mean_trem_s[regime]),
+        trem_sigma=system.arguments.trem_sigma,
     )
     return [
         table.values(
@@ -110,7 +110,7 @@ class GreedyWarm(base.ServerlessPolicy):
         super().__init__(system)
         chance = min(system.reuse_chance(), 0.99)
         self._worth = []
-        for regime in range(system.trem_s.size):
+        for regime in range(len(system.mean_trem_s)):
             warm = np.mean(mean_request_rewards(self.table, regime, starts=False), axis=0)
             cold = mean_request_rewards(self.table, regime, starts=True)
             saved = np.maximum(warm - np.mean([c.max() for c in cold]), 0.0)
@@ -143,7 +143,7 @@ class KeepAlive(Constant):
 
     def __init__(self, system: ServerlessSystem) -> None:
         super().__init__(system)
-        regimes = range(system.trem_s.size)
+        regimes = range(len(system.mean_trem_s))
         total = np.sum(
             [mean_request_rewards(self.table, regime, starts=False) for regime in regimes],
             axis=(0, 1),
@@ -178,13 +178,13 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
     ``rows`` parallel episodes of ``requests`` requests rehearse in the environment of
     ``system.arguments``. Returns the action (5,) that no change of one coordinate improves.
     """
-    from servegym.envs.serverless_moe.config import build_problem
+    from servegym.envs.serverless_moe.config import problem_of
     from servegym.envs.serverless_moe.core import ServerlessBatch
     from servegym.envs.serverless_moe.kernel import layout
 
-    options = {"split": "train", "episode_requests": requests, "keep_action": False}
-    arguments = {**system.arguments, **options}
-    batch = ServerlessBatch(build_problem(view=layout.DICT, **arguments), rows)
+    changes = {"split": "train", "episode_requests": requests, "keep_action": False}
+    arguments = replace(system.arguments, view=layout.DICT, **changes)
+    batch = ServerlessBatch(problem_of(arguments), rows)
     for row in range(rows):
         batch.draw(row, np.random.default_rng((seed, row)))
     which = np.ones(rows, dtype=np.int8)
@@ -201,13 +201,8 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
         return scores[key]
 
     action = KeepAlive(system).action.copy()
-    sizes = [
-        len(system.levels),
-        2,
-        *(int(n) for n in system.nvec[2:3]),
-        len(system.y_headroom_mb),
-        len(system.z_headroom),
-    ]
+    headroom = arguments.w_headroom_mb, arguments.y_headroom_mb, arguments.z_headroom
+    sizes = [len(system.levels), 2, *(len(steps) for steps in headroom)]
     while True:
         before = score(action)
         for i, size in enumerate(sizes):

@@ -24,6 +24,8 @@ nothing, in the plan alone), and rewards are those of `ActionTable`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -82,11 +84,11 @@ def relative_values(
 
 def regime_transitions(system: ServerlessSystem) -> Floats:
     """(R, R) probability of the next overhead regime: one of the others with ``trem_switch``."""
-    count = system.trem_s.size
+    count, leaves = len(system.mean_trem_s), system.arguments.trem_switch
     if count == 1:
         return np.ones((1, 1))
-    other = system.trem_switch / (count - 1)
-    return np.full((count, count), other) + np.eye(count) * (1.0 - system.trem_switch - other)
+    other = leaves / (count - 1)
+    return np.full((count, count), other) + np.eye(count) * (1.0 - leaves - other)
 
 
 def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Observed]:
@@ -94,12 +96,12 @@ def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[O
 
     They are drawn from the environment of ``system.arguments``, whatever split these name.
     """
-    from servegym.envs.serverless_moe.config import build_problem
+    from servegym.envs.serverless_moe.config import problem_of
     from servegym.envs.serverless_moe.core import ServerlessBatch
     from servegym.envs.serverless_moe.kernel import layout
 
-    arguments = {**system.arguments, "split": "train", "episode_requests": requests}
-    problem = build_problem(view=layout.DICT, **arguments)
+    changes = {"split": "train", "episode_requests": requests, "view": layout.DICT}
+    problem = problem_of(replace(system.arguments, **changes))
     batch = ServerlessBatch(problem, 1)
     batch.draw(0, np.random.default_rng(seed))
     return [
@@ -172,9 +174,8 @@ class WarmPlanner(ServerlessPolicy):
 
     def _loads(self, observed: Observed) -> list[Load]:
         """The expected load in each regime of the overhead."""
-        model, sigma = self.system.model, self.system.trem_sigma
-        request = observed.frequency, observed.n_in, observed.n_out
-        mean = self.system.trem_s * np.exp(0.5 * sigma**2)
+        model, sigma = self.system.model, self.system.arguments.trem_sigma
+        request, mean = (observed.frequency, observed.n_in, observed.n_out), self.system.mean_trem_s
         return [Load.predicted(model, *request, float(trem), trem_sigma=sigma) for trem in mean]
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:

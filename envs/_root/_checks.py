@@ -31,6 +31,12 @@ def nearest(text: str, names: Iterable[str], least: float = 0.6) -> str | None:
     return plain[near[0]] if near else None
 
 
+def did_you_mean(text: str, names: Iterable[str], least: float = 0.6) -> str:
+    """The sentence that asks for the `nearest` name, after a blank; empty if none is near."""
+    near = nearest(text, names, least)
+    return f" Did you mean {near!r}?" if near else ""
+
+
 def choose(argument: str, value: Any, allowed: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``allowed``; the message has the nearest of it, too."""
     names = list(allowed)
@@ -38,8 +44,7 @@ def choose(argument: str, value: Any, allowed: Iterable[str]) -> str:
         return value
     if missing_file(value):
         raise ValueError(f"{argument}={value!r}: no such file.")
-    near = nearest(str(value), names)
-    hint = f" Did you mean {near!r}?" if near else ""
+    hint = did_you_mean(str(value), names)
     raise ValueError(f"{argument}={value!r} is unknown; choose one of {names}.{hint}")
 
 
@@ -158,8 +163,7 @@ def keywords(allowed: Iterable[str], arguments: Iterable[str]) -> None:
     allowed = list(allowed)
     for name in arguments:
         if name not in allowed:
-            near = nearest(name, allowed)
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, allowed)
             raise UnexpectedArgumentError(
                 f"unexpected keyword argument {name!r}.{hint} Known are {allowed}."
             )

@@ -1,13 +1,17 @@
-"""What command lines share: ``--set key=value``, and how a user's mistakes are told."""
+"""What command lines share: ``--set key=value``, signals, how a user's mistakes are told."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 EXTRAS = {
@@ -50,6 +54,12 @@ def in_words(error: Exception) -> str:
     return words
 
 
+def add_settings(parser: argparse.ArgumentParser, whose: str = "the environment") -> None:
+    """The option ``--set``, repeatable, which `parse_settings` reads."""
+    text = f"argument of {whose}; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:
     """The arguments of an environment from ``--set key=value``.
 
@@ -73,6 +83,29 @@ def parse_settings(items: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             settings[key] = value
     return settings
+
+
+@contextmanager
+def interrupt_on_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt with the number of a SIGINT or SIGTERM; ignore those that follow.
+
+    So no child outlives its parent, and what cleans up is not interrupted.
+    """
+
+    def interrupt(number: int, _: Any) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def run_main(main: Callable[[], Any]) -> NoReturn:

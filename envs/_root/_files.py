@@ -237,8 +237,30 @@ def json_rows(
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise ValueError("a key is there twice")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"field {twice!r}: given twice")
     return result
+
+
+def _no_number(token: str) -> Any:
+    raise ValueError(f"{token} is no JSON number; write a finite number")
+
+
+def read_json(path: str | os.PathLike[str], fix: str = "write it again") -> Any:
+    """Contents of a JSON file, read strictly: no NaN, no infinity, no key twice.
+
+    Raises:
+        MalformedFileError: With the advice ``fix``, if it cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON: {error.msg} (column {error.colno})"
+        raise MalformedFileError(path, error.lineno, None, problem, fix) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", fix) from error
 
 
 def _refuse_pointer(path: str | os.PathLike[str], text: str) -> None:
@@ -260,6 +282,23 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def locked(path: str | os.PathLike[str], busy: str) -> BinaryIO:
+    """A file that is locked until it is closed or the process ends; it is made if it is not there.
+
+    Raises:
+        ValueError: With the text ``busy``, if another process holds it.
+    """
+    import fcntl  # which Windows lacks
+
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(busy) from None
+    return file
 
 
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
@@ -322,8 +361,22 @@ def write_columns(
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-    """Write ``content`` as indented JSON with :func:`write_atomic`."""
-    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    """Write ``content`` as indented JSON with :func:`write_atomic`; lists of numbers are a line."""
+    write_text(path, _indented(content) + "\n")
+
+
+def _indented(value: Any, indent: str = "") -> str:
+    inner = indent + "  "
+    if isinstance(value, Mapping) and value:
+        brackets = "{}"
+        items = [f"{json.dumps(str(k))}: {_indented(one, inner)}" for k, one in value.items()]
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        brackets = "[]"
+        items = [_indented(one, inner) for one in value]
+    else:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False)
+    body = ",\n".join(inner + item for item in items)
+    return f"{brackets[0]}\n{body}\n{indent}{brackets[1]}"
 
 
 def measured_data(*parts: str) -> Path | None:

@@ -43,6 +43,7 @@ class Problem:
     """A placement problem: what environments and baselines share.
 
     Attributes:
+        arguments: what ``gymnasium.make`` was given and the scenario's for the rest.
         cluster: servers, links and times.
         activations: recorded or synthetic routing of the prompts.
         prompts: the same as the simulator reads it.
@@ -50,17 +51,10 @@ class Problem:
         rows: prompts that episodes draw from, for each task.
         history_rows: prompts of the first counts, for each task; none of ``rows``.
         interarrival_s: ``(N,)`` mean seconds between the requests of each server.
-        output_tokens: range of the tokens of an answer.
-        epochs, epoch_s: decisions of an episode and seconds between them.
-        rotate_s: which tasks a server's requests have.
-        history_requests: requests of each server in the first counts.
-        free_start: whether the first placement costs nothing.
-        action_mode, reward: what an action means and what is paid.
-        simulator: options of the simulator.
         forecast: what a controller expects of a request, from ``history_rows``.
-        arguments: the arguments by name.
     """
 
+    arguments: PlacementArguments
     cluster: Cluster
     activations: Activations
     prompts: Prompts
@@ -68,32 +62,23 @@ class Problem:
     rows: tuple[np.ndarray, ...]
     history_rows: tuple[np.ndarray, ...]
     interarrival_s: np.ndarray
-    output_tokens: tuple[int, int]
-    epochs: int
-    epoch_s: float
-    rotate_s: float
-    history_requests: int
-    free_start: bool
-    action_mode: str
-    reward: str
-    simulator: SimulatorArguments
     forecast: Forecast
-    arguments: dict[str, Any]
 
     @property
-    def expected_arrivals(self) -> float:
-        """Mean number of requests of an epoch, over all servers."""
-        return float((self.epoch_s / self.interarrival_s).sum())
+    def expected_arrivals(self) -> np.ndarray:
+        """``(N,)`` mean requests of an epoch at each server."""
+        return self.arguments.epoch_s / self.interarrival_s
 
     @property
-    def migration_source(self) -> str:
-        """Where the weights of a new placement come from: ``"host"`` or ``"network"``."""
-        return self.simulator.migration_source
+    def output_range(self) -> tuple[int, int]:
+        """Least and most tokens of an answer."""
+        return _output_range(self.arguments)
 
     @property
     def simulator_options(self) -> dict[str, Any]:
         """Keywords of `Simulator` besides the cluster and the prompts."""
-        return {**self.simulator.values(), "forecast": self.forecast}
+        options = {name: getattr(self.arguments, name) for name in SimulatorArguments.described()}
+        return {**options, "forecast": self.forecast}
 
 
 @lru_cache(maxsize=8)
@@ -113,6 +98,12 @@ def _tasks(value: Any, activations: Activations) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f"tasks={value!r} must list at least one of {list(activations.tasks)}.")
     return tuple(choose(f"tasks[{i}]", name, activations.tasks) for i, name in enumerate(value))
+
+
+def _output_range(arguments: PlacementArguments) -> tuple[int, int]:
+    """Least and most tokens of an answer."""
+    tokens = arguments.output_tokens
+    return tokens if isinstance(tokens, tuple) else (tokens, tokens)
 
 
 def _rows(activations: Activations, split: str, tasks: tuple[str, ...]) -> tuple[np.ndarray, ...]:
@@ -182,14 +173,6 @@ def _check_turns(rotate_s: float, episode_s: float) -> None:
         )
 
 
-def _simulator(arguments: PlacementArguments, cluster: Cluster) -> SimulatorArguments:
-    """The simulator's options."""
-    options = {name: getattr(arguments, name) for name in SimulatorArguments.described()}
-    simulator = SimulatorArguments(**options)
-    check_options(simulator, cluster.messages)
-    return simulator
-
-
 def problem_of(arguments: PlacementArguments) -> Problem:
     """The problem that checked arguments describe.
 
@@ -204,28 +187,19 @@ def problem_of(arguments: PlacementArguments) -> Problem:
     gaps = _interarrival_s(arguments.mean_interarrival_s, cluster.num_servers)
     _check_requests(arguments.epochs, arguments.epoch_s, gaps)
     _check_turns(arguments.rotate_s, arguments.epochs * arguments.epoch_s)
-    tokens = arguments.output_tokens
-    tokens = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     history_rows = _rows(activations, SPLITS[arguments.split], tasks)
+    rows = _rows(activations, arguments.split, tasks)
+    check_options(arguments, cluster.messages)
     return Problem(
+        arguments=arguments,
         cluster=cluster,
         activations=activations,
         prompts=prompts,
         tasks=tasks,
-        rows=_rows(activations, arguments.split, tasks),
+        rows=rows,
         history_rows=history_rows,
         interarrival_s=np.array(gaps),
-        output_tokens=tokens,
-        epochs=arguments.epochs,
-        epoch_s=arguments.epoch_s,
-        rotate_s=arguments.rotate_s,
-        history_requests=arguments.history_requests,
-        free_start=arguments.free_start,
-        action_mode=arguments.action_mode,
-        reward=arguments.reward,
-        simulator=_simulator(arguments, cluster),
-        forecast=_forecast(activations, history_rows, tokens),
-        arguments=arguments.values(),
+        forecast=_forecast(activations, history_rows, _output_range(arguments)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,22 @@ LEAST_LATENCY_S = 1e-3
 """What the logarithm of a latency is of at least, in seconds; a server without requests has it."""
 # Key figures and parts of the reward are given by server for clusters of up to this many.
 MAX_LISTED_SERVERS = 16
+
+OBSERVATION: dict[str, tuple[str, float | str, str]] = {
+    "arrivals": ("N", MAX_REQUESTS, "requests that arrived in the last epoch"),
+    "counts": ("NLE", MAX_COUNT, "a server's tokens to an expert since the last adopted change"),
+    "gpu_backlog_s": ("G", MAX_SECONDS, "queued calls of experts"),
+    "in_system": ("N", MAX_REQUESTS, "requests that arrived there and are not served"),
+    "link_backlog_s": ("N", MAX_SECONDS, "queued messages"),
+    "loads_left": ("G", "L E", "experts still to be loaded"),
+    "memory": ("G", 2.0, "slots in use over slots, above 1 with a staging slot"),
+    "placement": ("GLE", 1.0, "int8, placement adopted last"),
+    "progress": ("1", 1.0, "share of the episode"),
+    "seconds_per_token": ("N2", MAX_SECONDS, "mean, local and remote (Eq. 4)"),
+    "window_s": ("1", 1e9, "time of `counts`"),
+}
+"""Parts of an observation in the order of their space, which gymnasium sorts by key: axes, most and
+meaning. From 0 they are clipped there."""
 
 REQUEST_LOG = np.dtype(
     [
@@ -75,35 +92,23 @@ class PlacementState:
 def observation_space(problem: Problem) -> spaces.Dict:
     """The observation space of one system."""
     c = problem.cluster
-    n, g = c.num_servers, c.num_gpus
-
-    def box(high: float, *shape: int) -> spaces.Box:
-        return spaces.Box(0.0, high, shape, np.float32)
-
-    return spaces.Dict(
-        {
-            "counts": box(MAX_COUNT, n, c.layers, c.experts),
-            "placement": spaces.Box(0, 1, (g, c.layers, c.experts), np.int8),
-            "memory": box(2.0, g),
-            "loads_left": box(float(c.layers * c.experts), g),
-            "gpu_backlog_s": box(MAX_SECONDS, g),
-            "link_backlog_s": box(MAX_SECONDS, n),
-            "in_system": box(MAX_REQUESTS, n),
-            "arrivals": box(MAX_REQUESTS, n),
-            "seconds_per_token": box(MAX_SECONDS, n, 2),
-            "window_s": box(1e9, 1),
-            "progress": box(1.0, 1),
-        }
-    )
+    sizes = {"N": c.num_servers, "G": c.num_gpus, "L": c.layers, "E": c.experts, "2": 2, "1": 1}
+    parts: dict[str, spaces.Space] = {}
+    for name, (axes, high, _) in OBSERVATION.items():
+        dtype = np.int8 if name == "placement" else np.float32
+        high = math.prod(sizes[x] for x in high.split()) if isinstance(high, str) else high
+        parts[name] = spaces.Box(0, high, tuple(sizes[x] for x in axes), dtype)
+    return spaces.Dict(parts)
 
 
 def action_space(problem: Problem) -> spaces.Dict:
     """The action space of one system, by the problem's mode."""
     c = problem.cluster
     plan: spaces.Space
-    if problem.action_mode in ("layer_budget", "layer_height"):
+    mode = problem.arguments.action_mode
+    if mode in ("layer_budget", "layer_height"):
         plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers), np.float32)
-    elif problem.action_mode == "expert_score":
+    elif mode == "expert_score":
         plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers, c.experts), np.float32)
     else:
         plan = spaces.MultiBinary([c.num_gpus, c.layers, c.experts])
@@ -146,6 +151,8 @@ class PlacementEpisode:
         self.problem = problem
         self.simulator = Simulator(problem.cluster, problem.prompts, **problem.simulator_options)
         self._start = uniform_placement(problem.cluster)
+        space = observation_space(problem)
+        self._parts = {name: (float(box.high.max()), box.dtype) for name, box in space.items()}
 
     # ----------------------------------------------------------------------------- an episode
 
@@ -157,20 +164,20 @@ class PlacementEpisode:
         self.simulator.begin(self.requests, self._start)
         self.epoch = 0
         self.adopted = 0
-        self.changed_s = -problem.history_requests * float(problem.interarrival_s.mean())
+        self.changed_s = -problem.arguments.history_requests * float(problem.interarrival_s.mean())
         self.arrived = np.zeros(problem.cluster.num_servers, dtype=np.int64)
-        self.local_ratio = np.full((problem.epochs, problem.cluster.num_servers), np.nan)
+        self.local_ratio = np.full((problem.arguments.epochs, problem.cluster.num_servers), np.nan)
 
     def _draw_requests(self, random: np.random.Generator) -> Requests:
         problem = self.problem
-        span = problem.epochs * problem.epoch_s
+        span = problem.arguments.epochs * problem.arguments.epoch_s
         servers = problem.cluster.num_servers
         number = random.poisson(span / problem.interarrival_s)
         home = np.repeat(np.arange(servers), number)
         arrival = random.uniform(0.0, span, len(home))
         order = np.argsort(arrival, kind="stable")
         home, arrival = home[order], arrival[order]
-        low, high = problem.output_tokens
+        low, high = problem.output_range
         return Requests(
             home=home,
             arrival=arrival,
@@ -180,9 +187,8 @@ class PlacementEpisode:
         )
 
     def _draw_prompts(self, random, rows, home, arrival) -> np.ndarray:
-        problem = self.problem
-        tasks = len(rows)
-        turn = (arrival // problem.rotate_s).astype(np.int64) if problem.rotate_s > 0 else 0
+        tasks, rotate_s = len(rows), self.problem.arguments.rotate_s
+        turn = (arrival // rotate_s).astype(np.int64) if rotate_s > 0 else 0
         task = (home + turn) % tasks
         sizes = np.array([len(of_task) for of_task in rows])
         at = (random.random(len(home)) * sizes[task]).astype(np.int64)
@@ -191,9 +197,9 @@ class PlacementEpisode:
 
     def _draw_history(self, random: np.random.Generator) -> np.ndarray:
         problem = self.problem
-        home = np.repeat(np.arange(problem.cluster.num_servers), problem.history_requests)
+        home = np.repeat(np.arange(problem.cluster.num_servers), problem.arguments.history_requests)
         prompt = self._draw_prompts(random, problem.history_rows, home, np.zeros(len(home)))
-        low, high = problem.output_tokens
+        low, high = problem.output_range
         outputs = random.integers(low, high + 1, len(home))
         return self.simulator.count_assignments(home, prompt, outputs)
 
@@ -204,7 +210,7 @@ class PlacementEpisode:
 
     def decode(self, plan: np.ndarray) -> np.ndarray:
         """The feasible placement, uint8 ``(G, L, E)``, that a plan of the action space means."""
-        cluster, mode = self.problem.cluster, self.problem.action_mode
+        cluster, mode = self.problem.cluster, self.problem.arguments.action_mode
         if mode == "placement":
             return repair_placement(cluster, plan, self.counts())
         of = {
@@ -223,12 +229,12 @@ class PlacementEpisode:
             Request-seconds that each server's requests spent in the system ``(N,)``, whether a
             change was adopted, and whether the episode has ended.
         """
-        problem, sim = self.problem, self.simulator
-        if problem.simulator.serving == "offload":
+        arguments, sim = self.problem.arguments, self.simulator
+        if arguments.serving == "offload":
             placement = None  # caches fill themselves
         adopted = placement is not None and not np.array_equal(placement, sim.target())
         if placement is not None and adopted:
-            sim.adopt(placement, at_once=problem.free_start and self.epoch == 0)
+            sim.adopt(placement, at_once=arguments.free_start and self.epoch == 0)
             self.history = None
             self.changed_s = sim.now
             self.adopted += 1
@@ -238,8 +244,8 @@ class PlacementEpisode:
         local, remote = (server[name].copy() for name in names)
         self.arrived = server["arrived"].copy()
         self.epoch += 1
-        sim.run(self.epoch * problem.epoch_s)
-        ended = self.epoch == problem.epochs
+        sim.run(self.epoch * arguments.epoch_s)
+        ended = self.epoch == arguments.epochs
         if ended:
             sim.run()
         server = sim.state.server
@@ -250,12 +256,11 @@ class PlacementEpisode:
 
     def rewards(self, area: np.ndarray) -> np.ndarray:
         """The servers' parts of the reward ``(N,)``, by their request-seconds ``(N,)``."""
-        problem = self.problem
-        if problem.reward == "latency":
-            return -area / problem.expected_arrivals
-        arrivals = problem.epoch_s / problem.interarrival_s  # expected arrivals of each server
+        arrivals = self.problem.expected_arrivals
+        if self.problem.arguments.reward == "latency":
+            return -area / float(arrivals.sum())
         log_latency = np.log(np.maximum(area / arrivals, LEAST_LATENCY_S))
-        return -log_latency * arrivals / problem.expected_arrivals
+        return -log_latency * arrivals / float(arrivals.sum())
 
     # ---------------------------------------------------------------------------- looking at it
 
@@ -293,21 +298,22 @@ class PlacementEpisode:
         links = links.reshape(n, n).max(axis=1) if c.link_model == "pairwise" else links[:n]
         left = ((state.target > 0) & (state.resident == 0)).sum(axis=1)
 
-        def clip(values: Any, high: float) -> np.ndarray:
-            return np.clip(values, 0.0, high).astype(np.float32)
-
-        return {  # in the order of the space, which gymnasium sorts by key
-            "arrivals": clip(state.server["arrived"] - self.arrived, MAX_REQUESTS),
-            "counts": clip(self.counts(), MAX_COUNT),
-            "gpu_backlog_s": clip(state.gpu["free"] - now, MAX_SECONDS),
-            "in_system": clip(state.server["in_system"], MAX_REQUESTS),
-            "link_backlog_s": clip(links, MAX_SECONDS),
-            "loads_left": clip(left, float(c.layers * c.experts)),
-            "memory": clip(state.gpu["used"] / np.maximum(c.slots, 1), 2.0),
-            "placement": sim.target().astype(np.int8),
-            "progress": clip(np.array([self.epoch / problem.epochs]), 1.0),
-            "seconds_per_token": clip(self.seconds_per_token(), MAX_SECONDS),
-            "window_s": clip(np.array([now - self.changed_s]), 1e9),
+        values = {
+            "arrivals": state.server["arrived"] - self.arrived,
+            "counts": self.counts(),
+            "gpu_backlog_s": state.gpu["free"] - now,
+            "in_system": state.server["in_system"],
+            "link_backlog_s": links,
+            "loads_left": left,
+            "memory": state.gpu["used"] / np.maximum(c.slots, 1),
+            "placement": sim.target(),
+            "progress": np.array([self.epoch / problem.arguments.epochs]),
+            "seconds_per_token": self.seconds_per_token(),
+            "window_s": np.array([now - self.changed_s]),
+        }
+        return {
+            name: np.clip(values[name], 0.0, high).astype(dtype)
+            for name, (high, dtype) in self._parts.items()
         }
 
     def kpis(self) -> dict[str, float]:
@@ -426,9 +432,10 @@ class PlacementBatch(Batch):
         self.problem = problem
         self.episodes = [PlacementEpisode(problem) for _ in range(num_rows)]
         servers = problem.cluster.num_servers
-        self.terms = (problem.reward,)
+        reward = problem.arguments.reward
+        self.terms = (reward,)
         if servers <= MAX_LISTED_SERVERS:
-            self.terms = tuple(f"{problem.reward}_server_{n}" for n in range(servers))
+            self.terms = tuple(f"{reward}_server_{n}" for n in range(servers))
         self.observation: Any = create_empty_array(observation_space(problem), num_rows)
         self.action_mask = np.zeros((num_rows, 0), dtype=np.int8)
         self.out = np.zeros((num_rows, len(self.terms) + 1))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from servegym.envs._batch import BatchEnv
 from servegym.envs.expert_placement.arguments import PlacementArguments
 from servegym.envs.expert_placement.config import Problem, problem_of
 from servegym.envs.expert_placement.core import (
+    OBSERVATION,
     PlacementBatch,
     action_space,
     check_action,
     observation_space,
 )
+
+
+def _observation_rows() -> Iterator[str]:
+    """The rows of the docstring's table of the parts of an observation."""
+    for name, (axes, high, text) in OBSERVATION.items():
+        most = high if isinstance(high, str) else f"{high:g}"
+        yield f"| `{name}` | ({', '.join(axes)}) | {text} [{most}] |"
 
 
 class ExpertPlacementEnv(BatchEnv[Problem, PlacementBatch]):
@@ -45,15 +54,7 @@ class ExpertPlacementEnv(BatchEnv[Problem, PlacementBatch]):
 
     | Key | Shape | Content (highest) |
     |---|---|---|
-    | `counts` | (N, L, E) | a server's tokens to an expert since the last adopted change [1e9] |
-    | `placement` | (G, L, E) int8 | placement adopted last [1] |
-    | `memory` | (G,) | slots in use / slots, above 1 with a staging slot [2] |
-    | `loads_left` | (G,) | experts still to be loaded [L E] |
-    | `gpu_backlog_s`, `link_backlog_s` | (G,), (N,) | queued work [1e6] |
-    | `in_system`, `arrivals` | (N,) | requests, now and in the last epoch [1e6] |
-    | `seconds_per_token` | (N, 2) | mean, local and remote (Eq. 4) [1e6] |
-    | `window_s` | (1,) | time of `counts` [1e9] |
-    | `progress` | (1,) | share of the episode [1] |
+    {observation}
 
     ## Rewards
 
@@ -114,3 +115,8 @@ class ExpertPlacementEnv(BatchEnv[Problem, PlacementBatch]):
         from servegym.envs.expert_placement.render import render
 
         return render(batch.episodes[row], mode)
+
+
+ExpertPlacementEnv.__doc__ = (ExpertPlacementEnv.__doc__ or "").replace(
+    "{observation}", "\n".join(_observation_rows())
+)

@@ -32,15 +32,14 @@ def render(system: PlacementEpisode, mode: str) -> str | np.ndarray:
 
 
 def _words(system: PlacementEpisode) -> list[str]:
-    problem, kpis = system.problem, system.kpis()
-    arguments = problem.arguments
+    arguments, kpis = system.problem.arguments, system.kpis()
 
     def number(key: str, form: str, scale: float = 1.0) -> str:
         return "–" if math.isnan(kpis[key]) else format(scale * kpis[key], form)
 
     return [
-        f"{arguments['scenario']}, {arguments['model']}",
-        f"t = {system.simulator.now:.0f} s, decision {system.epoch} of {problem.epochs}",
+        f"{arguments.scenario}, {arguments.model}",
+        f"t = {system.simulator.now:.0f} s, decision {system.epoch} of {arguments.epochs}",
         f"mean latency {number('mean_latency_s', '.2f')} s",
         f"local tokens {number('local_token_ratio', '.1f', 100)} %",
         f"{system.adopted} changes, {number('expert_loads', '.0f')} loads",
@@ -166,7 +165,6 @@ def _crowd(figure, system: PlacementEpisode) -> None:
 
 
 def _history(figure, system: PlacementEpisode) -> None:
-    problem = system.problem
     past = 100 * system.local_ratio[: system.epoch]
     many = past.shape[1] > MAPPED_SERVERS
     axis = panel(
@@ -187,7 +185,7 @@ def _history(figure, system: PlacementEpisode) -> None:
         low, middle, high = np.nanpercentile(past, [10, 50, 90], axis=1)
         axis.plot(at, middle, "o-", color=_LINES[0], markersize=3, linewidth=1.4)
         axis.fill_between(at, low, high, color=_LINES[0], alpha=0.2, linewidth=0)
-    axis.set_xlim(0.5, problem.epochs + 0.5)
+    axis.set_xlim(0.5, system.problem.arguments.epochs + 0.5)
     axis.set_ylim(0, 100)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)

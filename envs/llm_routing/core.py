@@ -10,14 +10,14 @@ import numpy as np
 from gymnasium import spaces
 
 from servegym._jit import compile_kernels
+from servegym.envs._arguments import Range, ends
 from servegym.envs._batch import Batch
 from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import Problem
+from servegym.envs.llm_routing.config import MEMORY_POLICIES, SCHEDULERS, Problem
 from servegym.envs.llm_routing.fleets import FLEET_FEATURES, MAX_LATENCY_REQUIREMENT_S
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.outcomes import outcomes_of
-from servegym.envs.llm_routing.tables import put_fleet
 from servegym.envs.workloads import make_arrivals
 from servegym.envs.workloads.arrivals import Arrivals
 
@@ -92,7 +92,8 @@ class RoutingState:
 
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
-    n, cap_r, cap_w = problem.num_experts, problem.running_capacity, problem.waiting_capacity
+    n, record = problem.num_experts, problem.arguments
+    cap_r, cap_w = record.running_capacity, record.waiting_capacity
     view = int(problem.cfg["layout"][0])
     if view == layout.FLAT:
         width = 1 + layout.LOAD_WIDTH + n * (6 + 6 * (cap_r + cap_w))
@@ -137,7 +138,7 @@ def load_bounds(problem: Problem) -> list[float]:
 
 def summary_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Lower and upper bounds of the columns `layout.SUMMARY_FEATURES`, float32 (F,) each."""
-    cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
+    cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
     tokens = prompt + longest
     second = layout.MAX_LATENCY_S_PER_TOKEN
@@ -178,8 +179,8 @@ class RoutingBatch(Batch):
         self.num_rows = num_rows
         self.threads = RowThreads(num_rows, num_threads)
         c = problem.cfg[0]
-        n, slots, length = problem.num_experts, int(c["slots"]), problem.episode_requests
-        cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
+        n, slots, length = problem.num_experts, int(c["slots"]), problem.arguments.episode_requests
+        cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
         self.arrivals = np.zeros((num_rows, length))
         self.rows = np.zeros((num_rows, length), dtype=np.int32)
         self.table = problem.table
@@ -253,9 +254,9 @@ class RoutingBatch(Batch):
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
         problem = self.problem
         arrivals, (rate,) = self.draw_load(row, 1, random)
-        length = problem.episode_requests
+        length = problem.arguments.episode_requests
         self.arrivals[row] = arrivals.sample(length, random, rate)
-        if problem.in_order:
+        if problem.arguments.requests_file is not None:
             self.rows[row] = problem.rows[:length]
         else:
             self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
@@ -272,14 +273,15 @@ class RoutingBatch(Batch):
         """
         problem = self.problem
         if problem.fleets is None:
-            rates = [draw_from(problem.rate, random) for _ in range(streams)]
-            self.env["latency_requirement"][row] = draw_from(problem.latency_requirement_s, random)
+            rates = [draw_from(problem.arguments.rate, random) for _ in range(streams)]
+            limit = draw_from(problem.arguments.latency_requirement_s, random)
+            self.env["latency_requirement"][row] = limit
             return problem.arrivals, rates
         setting = problem.fleets.draw(random)
         self._put_fleet(row, setting)
         self.env["latency_requirement"][row] = setting["latency_requirement_s"]
         rate = setting["rate"] / streams
-        process = make_arrivals(setting["arrivals"], rate, **setting["arrivals_kwargs"])
+        process = make_arrivals(setting["arrivals"], **setting["arrivals_kwargs"])
         return process, [rate] * streams
 
     def _put_fleet(self, row: int, setting: dict[str, Any]) -> None:
@@ -287,9 +289,20 @@ class RoutingBatch(Batch):
         source, shared = self.problem.fleets, self.problem.cfg[0]
         assert source is not None
         self.fleets[row] = setting
-        put_fleet(source, setting, self.config[row], self.expert[row], shared)
+        count, c, expert = len(setting["profiles"]), self.config[row], self.expert[row]
+        c["num_experts"] = count
+        c["running_capacity"] = setting["running_capacity"]
+        c["waiting_capacity"] = setting["waiting_capacity"]
+        c["scheduler"] = SCHEDULERS[setting["scheduler"]]
+        c["memory_policy"] = MEMORY_POLICIES[setting["memory_policy"]]
+        caching = shared["prefix_caching"] and c["scheduler"] == layout.CHUNKED
+        c["prefix_caching"] = caching and c["memory_policy"] == layout.PAGED
+        c["async_scheduling"] = shared["async_scheduling"] and c["scheduler"] == layout.CHUNKED
+        c["token_budget"] = setting["prefill_token_budget"]
+        expert["capacity"][:count] = np.array(setting["kv_capacity_tokens"]) // int(c["block_size"])
+        expert["profile"][:count] = source.laws(setting)
+        expert["model"][:count] = source.columns(setting)
         if isinstance(self.observation, dict):
-            count = len(setting["profiles"])
             fleet = self.observation["fleet"][row]
             fleet[count:] = 0.0
             fleet[:count] = source.features(setting)
@@ -460,9 +473,9 @@ def held(expert: np.void, queue: np.ndarray) -> tuple[list[int], list[int]]:
     return queues[0], queues[1]
 
 
-def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float:
+def draw_from(span: Range, random: np.random.Generator) -> float:
     """A number of a range; a range of one number takes no draw."""
-    low, high = limits
+    low, high = ends(span)
     return low if low == high else float(random.uniform(low, high))
 
 

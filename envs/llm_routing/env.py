@@ -7,8 +7,7 @@ from typing import Any
 from gymnasium import spaces
 
 from servegym.envs._batch import BatchEnv
-from servegym.envs.llm_routing.arguments import RoutingArguments
-from servegym.envs.llm_routing.config import Problem, problem_of
+from servegym.envs.llm_routing.config import Problem, RoutingArguments, problem_of
 from servegym.envs.llm_routing.core import RoutingBatch, action_words, observation_space
 from servegym.envs.llm_routing.kernel import layout
 

@@ -1,4 +1,4 @@
-"""Fleets drawn for each episode: cards, models, sizes, scheduling, load and predictions.
+"""Fleets: the experts that arguments name, or all that is drawn for each episode.
 
 A *setting* is all that is drawn, as plain data: a dict of the keys of `SETTING`, JSON-able, which
 ``info["fleet"]`` shows as JSON text and ``fleet=`` takes back. Rates and latency requirements are
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, mapping, one_or_pair, real, whole
+from servegym._checks import choose, mapping, nearest, one_or_pair, real, whole
 from servegym.envs._arguments import ends
 from servegym.envs.workloads import Catalog, make_arrivals
-from servegym.hardware_profiles import list_profiles, load
+from servegym.hardware_profiles import Profile, list_fleets, list_profiles, load, load_fleet
 from servegym.hardware_profiles.fleet import served_models
 
 MAX_EXPERTS, MAX_RUNNING, MAX_WAITING = 16, 64, 64
@@ -74,6 +74,9 @@ BURSTS: dict[str, dict[str, tuple[float, float]]] = {
 }
 """Ranges of the keywords of each arrival process, log-uniform."""
 
+DEFAULT_FLEET = "edge-6-heterogeneous"
+DEFAULT_NUM_EXPERTS = 6
+
 SETTING = (
     "profiles",
     "models",
@@ -111,6 +114,74 @@ request's context; k1 of Eq. 13."""
 
 DRAWN = (*SETTING, "num_experts", "score_predictor", "length_predictor")
 """Arguments of the environment that a setting takes the place of."""
+
+
+def experts_of(
+    profiles: Any, num_experts: int | None, models: Any
+) -> tuple[list[Profile], list[str] | None]:
+    """Profiles of the experts and, where a fleet or the caller names them, their models.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    names = None
+    single = isinstance(profiles, str)
+    if single and profiles in list_fleets():
+        fleet = load_fleet(profiles)
+        experts, names = list(fleet.profiles), list(fleet.models)
+        default = DEFAULT_NUM_EXPERTS
+    elif single or (isinstance(profiles, (list, tuple)) and profiles):
+        try:
+            experts = [load(name) for name in ([profiles] if single else profiles)]
+        except ValueError as error:
+            near = nearest(profiles, list_fleets()) if single else None
+            hint = f" Did you mean the fleet {near!r}?" if near else ""
+            raise ValueError(
+                f"profiles={profiles!r}: {error}. Fleets: {', '.join(list_fleets())}.{hint}"
+            ) from None
+        default = len(experts)
+    else:
+        raise ValueError(
+            f"profiles={profiles!r} must be a fleet name ({', '.join(list_fleets())}), "
+            "a profile name or a non-empty list of profile names."
+        )
+    count = num_experts or default
+    if single and names is None:
+        experts *= count
+    if count > len(experts):
+        raise ValueError(
+            f"num_experts={count} is more than the {len(experts)} experts of "
+            f"profiles={profiles!r}; ask for fewer or name a larger fleet."
+        )
+    if models is not None:
+        if not isinstance(models, (list, tuple)) or len(models) < count:
+            raise ValueError(f"models={models!r} must be a list of at least {count} model names.")
+        names = list(models)
+    return experts[:count], None if names is None else names[:count]
+
+
+def columns_of(
+    catalog: Catalog, names: list[str] | None, count: int, models_given: bool
+) -> np.ndarray:
+    """Columns of the catalog that the ``count`` experts serve.
+
+    The models of ``names`` if the caller gave them or the catalog has them all; without names those
+    of the default fleet; else the catalog's first.
+
+    Raises:
+        ValueError: the catalog lacks a given model, or has fewer models than experts.
+    """
+    if names is not None and (models_given or set(names) <= set(catalog.models)):
+        return np.asarray(catalog.columns(names))
+    if names is None and not models_given:
+        fleet = [m for m in load_fleet(DEFAULT_FLEET).models if m in catalog.models]
+        if len(fleet) >= count:
+            return np.asarray(catalog.columns(fleet[:count]))
+    if count > len(catalog.models):
+        raise ValueError(
+            f"num_experts={count}: catalog {catalog.name!r} has only {len(catalog.models)} models."
+        )
+    return np.arange(count)
 
 
 def is_drawn(fleet: Any) -> bool:
@@ -369,9 +440,9 @@ class FleetSource:
         choose("fleet['predictor']", fleet["predictor"], self.predictors)
         top = MAX_LATENCY_REQUIREMENT_S
         real("fleet['latency_requirement_s']", fleet["latency_requirement_s"], 0.0, top, True)
-        rate = real("fleet['rate']", fleet["rate"], 0.0, open_low=True)
+        real("fleet['rate']", fleet["rate"], 0.0, open_low=True)
         options = mapping("fleet['arrivals_kwargs']", fleet["arrivals_kwargs"])
-        make_arrivals(fleet["arrivals"], rate, **options)
+        make_arrivals(fleet["arrivals"], **options)
         return {**fleet, **{name: list(fleet[name]) for name in lists}, "arrivals_kwargs": options}
 
 

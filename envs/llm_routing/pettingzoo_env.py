@@ -95,7 +95,7 @@ class LLMRoutingParallelEnv(BatchParallelEnv[Problem, RoutingBatch], ParallelEnv
         problem, batch = self.problem, self.batch
         self._outcomes = OutcomeReader(self)
         count = len(self.possible_agents)
-        each = problem.episode_requests // count
+        each = problem.arguments.episode_requests // count
         process, rates = batch.draw_load(0, count, random)
         arrivals, rows = [], []
         for rate in rates:

@@ -73,7 +73,7 @@ def render(batch: RoutingBatch, row: int, mode: str) -> str | np.ndarray:
 
 def _look(batch: RoutingBatch, row: int) -> _Scene:
     problem, env, config = batch.problem, batch.env[row], batch.config_of(row)
-    decided, total = int(env["index"]), problem.episode_requests
+    decided, total = int(env["index"]), problem.arguments.episode_requests
     limit_s, log = float(env["latency_requirement"]), batch.request_log(row)
     current = int(batch.rows[row, decided]) if decided < total else None
     experts = [_expert(batch, row, n, log, current) for n in range(int(config["num_experts"]))]

@@ -13,10 +13,15 @@ from servegym._jit import compile_kernels
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.arguments import MEMORY_POLICIES, SCHEDULERS, RoutingArguments
+from servegym.envs.llm_routing.config import (
+    MEMORY_POLICIES,
+    SCHEDULERS,
+    RoutingArguments,
+    engine_config,
+    set_sizes,
+)
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.law import pack_law
-from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.host import put_api
 

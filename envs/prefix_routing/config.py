@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from servegym._checks import mapping, real, whole
 from servegym.envs._arguments import ends
-from servegym.envs.llm_routing.tables import check_failures
+from servegym.envs._failures import check_failures
 from servegym.envs.prefix_routing import workloads
 from servegym.envs.prefix_routing.arguments import MAX_REPLICAS, REWARDS, PrefixArguments
 from servegym.envs.prefix_routing.gateway import (
     GATEWAY_OPTIONS,
-    INDEXES,
     LRU_ENTRIES,
     gateway_config,
 )
@@ -41,7 +40,7 @@ class Problem:
     """What the systems of an environment share.
 
     Attributes:
-        view: `DICT`, `FLAT` or `SUMMARY`.
+        arguments: The checked arguments; ``num_replicas`` is N.
         tables: The engine's arguments and latency laws.
         settings: ``(1,)`` `steps.SETTINGS`.
         gateway: The gateway's arguments.
@@ -50,11 +49,9 @@ class Problem:
         speed: float64 ``(N,)``, prompt tokens/s of a full iteration without decodes.
         index_entries: int64 ``(N,)``, most entries of each replica's approximate index.
         workload: What draws the requests.
-        rate: Range of the mean requests/s.
-        arguments: The arguments by name.
     """
 
-    view: int
+    arguments: PrefixArguments
     tables: layout.Tables
     settings: np.ndarray
     gateway: np.void
@@ -63,8 +60,6 @@ class Problem:
     speed: np.ndarray
     index_entries: np.ndarray
     workload: workloads.PrefixWorkload
-    rate: tuple[float, float]
-    arguments: Mapping[str, Any]
 
     @property
     def num_replicas(self) -> int:
@@ -74,39 +69,24 @@ class Problem:
     @property
     def num_requests(self) -> int:
         """J, requests of an episode and of the warm-up before it."""
-        return int(self.tables.config["num_requests"][0])
-
-    @property
-    def episode_requests(self) -> int:
-        """Decisions of an episode."""
-        return int(self.settings["decisions"][0])
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a KV block."""
-        return int(self.tables.config["block_size"][0])
-
-    @property
-    def admission(self) -> bool:
-        """Whether a request may be rejected."""
-        return bool(self.settings["admission"][0])
+        return self.arguments.episode_requests + self.arguments.warmup_requests
 
     @property
     def events(self) -> int:
         """Cache events that the engine keeps of a row."""
-        return CACHE_EVENTS if INDEXES[int(self.gateway["index"])] == "precise" else 0
+        return CACHE_EVENTS if self.arguments.index == "precise" else 0
 
     def draw(self, random: np.random.Generator) -> tuple[PrefixRequests, np.ndarray]:
         """The requests of an episode, and the predicted tokens of their outputs (J,)."""
-        low, high = self.rate
+        a = self.arguments
+        low, high = ends(a.rate)
         rate = low if low == high else float(random.uniform(low, high))
-        dispatch, noise = (self.arguments[name] for name in ("dispatch", "length_noise"))
-        requests = self.workload.draw(random, self.num_requests, rate, self.block_size, dispatch)
+        requests = self.workload.draw(random, self.num_requests, rate, a.block_size, a.dispatch)
         lengths = requests.output_tokens.astype(np.float64)
-        if noise is None:
+        if a.length_noise is None:
             return requests, np.full(len(lengths), lengths.mean())
         errors = random.standard_normal(len(lengths))
-        return requests, np.maximum(lengths * np.exp(noise * errors), 1.0)
+        return requests, np.maximum(lengths * np.exp(a.length_noise * errors), 1.0)
 
     def ttft_slo_s(self, prompt_tokens: np.ndarray) -> np.ndarray:
         """Objective of the time to first token (J,), seconds."""
@@ -121,20 +101,20 @@ def problem_of(arguments: PrefixArguments) -> Problem:
         ValueError: arguments do not go together; it names them.
     """
     cards = _replicas(arguments.profiles, arguments.num_replicas)
+    arguments = replace(arguments, num_replicas=len(cards))
     requests = arguments.episode_requests + arguments.warmup_requests
     tables, capacity = engine_tables(cards, arguments, requests)
-    rates = ends(arguments.rate)
-    for rate in rates:
+    for rate in ends(arguments.rate):
         real("rate", rate, workloads.MIN_RATE, workloads.MAX_RATES[arguments.workload])
     if arguments.failures is not None:
-        check_failures(arguments.failures, tables.config[0], requests / rates[0])
+        check_failures(arguments.failures, tables.config[0], requests / ends(arguments.rate)[0])
     options = mapping("index_kwargs", arguments.index_kwargs, ("index_entries", *GATEWAY_OPTIONS))
     entries = options.pop("index_entries", LRU_ENTRIES)
     budget = arguments.max_num_batched_tokens
     for card in {id(card): card for card in cards}.values():
         card.check_domain(batch=arguments.max_num_seqs, tokens=budget)
     return Problem(
-        view=arguments.view,
+        arguments=arguments,
         tables=tables,
         settings=_settings(arguments),
         gateway=gateway_config(index=arguments.index, block_size=arguments.block_size, **options),
@@ -143,8 +123,6 @@ def problem_of(arguments: PrefixArguments) -> Problem:
         speed=np.array([budget / card.prefill_s(budget) for card in cards]),
         index_entries=capacity if entries == "kv_blocks" else _entries(entries, len(cards)),
         workload=_workload(arguments, cards, capacity),
-        rate=rates,
-        arguments={**arguments.values(), "num_replicas": len(cards)},
     )
 
 

@@ -11,21 +11,20 @@ from gymnasium import spaces
 
 from servegym._jit import compile_kernels
 from servegym.envs._batch import Batch
+from servegym.envs._columns import bounds
 from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
 from servegym.envs.prefix_routing.kernel import layout, steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
+from servegym.envs.prefix_routing.kernel.observation import (
+    REPLICA,
+    REQUEST,
+    SEEN_REPLICA,
+    SEEN_REQUEST,
+)
 from servegym.envs.prefix_routing.outcomes import outcomes_of
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import LOG_SOURCES, put_replicas, put_requests
-
-REWARD_TERMS = {
-    steps.SLO: ("met",),
-    steps.TTFT: ("ttft",),
-    steps.SCORE: ("score",),
-    steps.DENSE: ("dense",),
-}
 
 REQUEST_LOG = np.dtype(
     [
@@ -83,32 +82,31 @@ class PrefixState:
 
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
-    n = problem.num_replicas
-    high, low = np.array(REPLICA_HIGH, np.float32), np.array(REPLICA_LOW, np.float32)
-    top = np.array(REQUEST_HIGH, np.float32)
-    if problem.view != DICT:
-        bottom, zeros = np.where(low < 0, -1.0, 0.0).astype(np.float32), np.zeros_like(top)
-        if problem.view == SUMMARY:
-            bottom = np.tile(np.append(bottom, zeros), (n, 1))
-            return spaces.Box(bottom, np.ones_like(bottom), dtype=np.float32)
-        bottom = np.append(zeros, np.tile(np.append(bottom, zeros[:1]), n))
-        most = np.append(np.ones_like(low), np.float32(steps.MAX_SHARE))
-        most = np.append(zeros + 1, np.tile(most, n))
-        return spaces.Box(bottom, most, dtype=np.float32)
-    most = np.iinfo(np.int32).max
-    return spaces.Dict(
-        {
-            "ids": spaces.Box(0, most, (2,), np.int32),
-            "replicas": spaces.Box(np.tile(low, (n, 1)), np.tile(high, (n, 1)), dtype=np.float32),
-            "request": spaces.Box(np.zeros_like(top), top, dtype=np.float32),
-            "time_s": spaces.Box(0.0, MAX_TIME_S, (1,), np.float32),
-        }
-    )
+    n, view = problem.num_replicas, problem.arguments.view
+    replica, request = bounds(REPLICA), bounds(REQUEST)
+    if view == DICT:
+        low, high = np.tile(replica[:, None], (n, 1))
+        most = np.iinfo(np.int32).max
+        return spaces.Dict(
+            {
+                "ids": spaces.Box(0, most, (2,), np.int32),
+                "replicas": spaces.Box(low, high, dtype=np.float32),
+                "request": spaces.Box(*request, dtype=np.float32),
+                "time_s": spaces.Box(0.0, MAX_TIME_S, (1,), np.float32),
+            }
+        )
+    replica, request = np.sign(replica), np.sign(request)  # scaled
+    if view == SUMMARY:
+        low, high = np.tile(np.hstack([replica, request])[:, None], (n, 1))
+    else:
+        share = np.array([[0.0], [steps.MAX_SHARE]], np.float32)
+        low, high = np.hstack([request, np.tile(np.hstack([replica, share]), n)])
+    return spaces.Box(low, high, dtype=np.float32)
 
 
 def action_space(problem: Problem) -> spaces.Discrete:
     """One of the replicas, or with ``admission`` none."""
-    return spaces.Discrete(problem.num_replicas + problem.admission)
+    return spaces.Discrete(problem.num_replicas + problem.arguments.admission)
 
 
 class PrefixBatch(Batch):
@@ -137,26 +135,29 @@ class PrefixBatch(Batch):
             scraped=np.zeros((num_rows, n)),
             ids=np.zeros((num_rows, count, 2), dtype=np.int32),
         )
-        features, width = len(REPLICA_HIGH), len(REQUEST_HIGH)
+        features, width = len(REPLICA), len(REQUEST)
+        replicas = np.zeros((num_rows, n), SEEN_REPLICA)
+        request = np.zeros(num_rows, SEEN_REQUEST)
         scaled = {DICT: 0, FLAT: width + n * (features + 1), SUMMARY: n * (features + width)}
         self.buffers = steps.Buffers(
-            replicas=np.zeros((num_rows, n, features), dtype=np.float32),
-            request=np.zeros((num_rows, width), dtype=np.float32),
+            replicas=replicas.view(np.float32).reshape(num_rows, n, features),
+            request=request.view(np.float32).reshape(num_rows, width),
+            seen_replicas=replicas,
+            seen_request=request,
             ids=np.zeros((num_rows, 2), dtype=np.int32),
             time_s=np.zeros((num_rows, 1), dtype=np.float32),
-            scaled=np.zeros((num_rows, scaled[problem.view]), dtype=np.float32),
-            high=np.array([*REQUEST_HIGH, *(REPLICA_HIGH * n)], dtype=np.float32),
-            mask=np.zeros((num_rows, n + problem.admission), dtype=np.int8),
+            scaled=np.zeros((num_rows, scaled[problem.arguments.view]), dtype=np.float32),
+            mask=np.zeros((num_rows, n + problem.arguments.admission), dtype=np.int8),
             reward=np.zeros((num_rows, 2)),
         )
         self.out, self.action_mask = self.buffers.reward, self.buffers.mask
         self.observation: Any = self.buffers.scaled
-        if problem.view == SUMMARY:
+        if problem.arguments.view == SUMMARY:
             self.observation = self.buffers.scaled.reshape(num_rows, n, features + width)
-        elif problem.view == DICT:
+        elif problem.arguments.view == DICT:
             names = ("ids", "replicas", "request", "time_s")
             self.observation = {name: getattr(self.buffers, name) for name in names}
-        self.terms = REWARD_TERMS[int(problem.settings["reward"][0])]
+        self.terms = ("met",) if problem.arguments.reward == "slo" else (problem.arguments.reward,)
         which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
         arguments = self._arguments()
         ended = problem.settings, self.systems.request[:0], np.zeros(0)
@@ -203,8 +204,8 @@ class PrefixBatch(Batch):
             tpot_slo_s=float(problem.settings["tpot_s"][0]),
             replicas={
                 "speed": problem.speed,
-                "kv_tokens": problem.capacity * problem.block_size,
-                "max_num_seqs": problem.tables.config["max_running"][0],
+                "kv_tokens": problem.capacity * problem.arguments.block_size,
+                "max_num_seqs": problem.arguments.max_num_seqs,
                 "capacity": problem.index_entries,
             },
         )
@@ -425,4 +426,4 @@ def action_words(problem: Problem) -> str:
     """What the actions are, for messages."""
     most = problem.num_replicas - 1
     words = f"0 to {most} name a replica"
-    return f"{words}, {most + 1} rejects the request" if problem.admission else words
+    return f"{words}, {most + 1} rejects the request" if problem.arguments.admission else words

@@ -13,6 +13,7 @@ from servegym.envs.prefix_routing.core import (
     action_words,
     observation_space,
 )
+from servegym.envs.prefix_routing.kernel.observation import REPLICA, REQUEST
 
 
 class PrefixRoutingEnv(BatchEnv[Problem, PrefixBatch]):
@@ -32,23 +33,17 @@ class PrefixRoutingEnv(BatchEnv[Problem, PrefixBatch]):
 
     A `Dict` of float32 arrays that a gateway knows:
 
-    - `replicas` (N, 22): see below
-    - `request` (7,): prompt tokens, predicted output tokens, turn of the session, s since its last
-      request, its tenant's share of recent requests, objectives of TTFT (s) and TPOT (s/token)
+    - `replicas` (N, 22) and `request` (7,): see below
     - `ids` (2,): session and tenant, int32
     - `time_s` (1,): time
 
-    Columns of `replicas`:
+    `replicas`; larger values are clipped:
 
-    - 0, 1: the replica exists; it takes requests
-    - 2 to 5: scraped: requests waiting, running, share of KV memory in use; their age in s
-    - 6 to 9: in flight: requests, uncached prompt tokens before the first token, prompt tokens, KV
-      blocks
-    - 10, 11: tokens of the prompt that the index has there; their share
-    - 12 to 14: tokens in the index; share of its room; s since the last matched entry was used
-    - 15: the session's last request went there
-    - 16 to 18: moving averages: TTFT in s, its excess over the expected, TPOT in s
-    - 19 to 21: prefill tokens/s, KV tokens, most running requests
+    {replicas}
+
+    `request`:
+
+    {request}
 
     ## Rewards
 
@@ -98,6 +93,7 @@ class PrefixRoutingEnv(BatchEnv[Problem, PrefixBatch]):
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
     view = DICT
     arguments = PrefixArguments
+    columns = {"replicas": REPLICA, "request": REQUEST}
     problem_of = staticmethod(problem_of)
     make_batch = PrefixBatch
     make_observation_space = staticmethod(observation_space)

@@ -41,7 +41,7 @@ def _met(batch: Any, log: np.ndarray) -> np.ndarray:
 
 
 def _words(batch: Any, row: int, done: np.ndarray) -> str:
-    routed, decisions = batch.episodes.row["index"][row], batch.problem.episode_requests
+    routed, decisions = batch.episodes.row["index"][row], batch.problem.arguments.episode_requests
     words = f"t = {batch.systems.env['now'][row]:.1f} s, request {routed} of {decisions}"
     if len(done):
         cached = done["hit_tokens"].sum() / done["prompt_tokens"].sum()
@@ -73,7 +73,7 @@ def _pixels(batch: Any, row: int) -> np.ndarray:
     log, problem = batch.request_log(row), batch.problem
     engine, gateway = batch.systems.replica[row], batch.gateway.replica[row]
     done = log[log["outcome"] == layout.COMPLETED]
-    most = int(problem.tables.config["max_running"][0])
+    most = problem.arguments.max_num_seqs
     index = int(batch.systems.env["index"][row])
     prompt = int(batch.gateway.request["prompt"][row, index]) if index >= 0 else 0
     running, waiting = engine["running"] / most, engine["waiting"] / most

@@ -9,8 +9,8 @@ import numpy as np
 
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments, Options
+from servegym.envs._failures import failure_times
 from servegym.envs.llm_routing.kernel.law import pack_law
-from servegym.envs.llm_routing.tables import failure_times
 from servegym.envs.prefix_routing.kernel import layout
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.hardware_profiles import Profile

@@ -10,7 +10,6 @@ import numpy as np
 from servegym._checks import choose, whole
 from servegym.envs.serverless_moe.arguments import (
     DEFAULT_MODEL,
-    GRANULARITIES,
     MAX_PROMPT_TOKENS,
     PRESETS,
     ServerlessArguments,
@@ -76,66 +75,33 @@ class Problem:
     """A serverless problem: what the environments and the baselines share.
 
     Attributes:
+        arguments: what ``gymnasium.make`` was given and the preset's for the rest.
         system: constants of the model and its functions.
         activations: the prompts and their recorded tokens.
         rows: int64 indexes of the prompts that episodes draw from.
         predicted: float32 ``(P, L, K)`` predicted activation matrix of every prompt.
         shared: float64 ``(L, K)`` mean activations of the training prompts, the shared order's.
-        levels: int64 ``(levels,)`` remote experts of a layer at each value of the first action.
-        w_headroom_mb: MB above the minimum at each value of the third.
-        y_headroom_mb: MB above the minimum at each value of the fourth.
-        z_headroom: replicas above the minimum at each value of the fifth.
         nvec: int64 values of each part of an action.
         tables: arrays of the kernel.
         lengths: laws of prompt and output tokens: 21 quantiles, or one number.
-        output_error: sigma of the lognormal error of the predicted output length.
-        idle_s: (probability, mean in s) of each class of idle gap.
         slo: (TTFT s, TPOT s) of each class.
-        trem_s: median invocation overhead of each regime, s.
-        trem_switch: probability of leaving the regime at a request.
-        trem_sigma: sigma of one overhead about the regime's median.
-        arguments: the arguments by name.
     """
 
+    arguments: ServerlessArguments
     system: SystemModel
     activations: Any
     rows: np.ndarray
     predicted: np.ndarray
     shared: np.ndarray
-    levels: np.ndarray
-    w_headroom_mb: np.ndarray
-    y_headroom_mb: np.ndarray
-    z_headroom: np.ndarray
     nvec: np.ndarray
     tables: layout.Tables
     lengths: tuple[np.ndarray, np.ndarray]
-    output_error: float
-    idle_s: tuple[tuple[float, float], ...]
     slo: np.ndarray
-    trem_s: np.ndarray
-    trem_switch: float
-    trem_sigma: float
-    arguments: dict[str, Any]
-
-    @property
-    def episode_requests(self) -> int:
-        """Requests of an episode."""
-        return int(self.tables.cfg["requests"][0])
-
-    @property
-    def granularity(self) -> str:
-        """``global`` or ``per_layer``."""
-        return GRANULARITIES[int(self.tables.cfg["per_layer"][0])]
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Longest prompt."""
-        return int(self.tables.cfg["max_in"][0])
 
     @property
     def max_output_tokens(self) -> int:
         """Most generated tokens."""
-        return int(self.tables.cfg["max_out"][0])
+        return int(self.lengths[1][-1])
 
 
 def predict(activations: Any, predictor: Any = "task_mean") -> np.ndarray:
@@ -258,7 +224,6 @@ def problem_of(arguments: ServerlessArguments) -> Problem:
         _length_law("prompt_tokens", arguments.prompt_tokens, arguments.max_prompt_tokens),
         _length_law("output_tokens", arguments.output_tokens, arguments.max_output_tokens),
     )
-    trem_s = np.array(arguments.trem_s)
     system = replace(
         system_of(model, arguments, int(lengths[1][-1])),
         per_call=arguments.decode_invocation == "per_call",
@@ -272,7 +237,7 @@ def problem_of(arguments: ServerlessArguments) -> Problem:
         classes = slo_classes(model, **{name: getattr(arguments, name) for name in grids})
     limits = np.array(classes)
     # Four sigma below the median: no request has so little overhead in every layer.
-    least_overhead = float(trem_s.min() * np.exp(-4.0 * arguments.trem_sigma))
+    least_overhead = float(min(arguments.trem_s) * np.exp(-4.0 * arguments.trem_sigma))
     always_cold = arguments.keep_alive_s == 0.0
     check_slo(system, limits, int(lengths[0][0]), always_cold, least_overhead)
     cfg = make_config(
@@ -299,25 +264,16 @@ def problem_of(arguments: ServerlessArguments) -> Problem:
             f"split={arguments.split!r}: activations {recorded.name!r} have no prompt there."
         )
     return Problem(
+        arguments=arguments,
         system=system,
         activations=recorded,
         rows=rows,
         predicted=predicted,
         shared=shared,
-        levels=remote_counts,
-        w_headroom_mb=headroom[0],
-        y_headroom_mb=headroom[1],
-        z_headroom=headroom[2].astype(np.int64),
         nvec=nvec,
         tables=make_tables(system, recorded, predicted, shared, remote_counts, headroom, cfg),
         lengths=lengths,
-        output_error=arguments.output_error,
-        idle_s=arguments.idle_s,
         slo=limits,
-        trem_s=trem_s,
-        trem_switch=arguments.trem_switch,
-        trem_sigma=arguments.trem_sigma,
-        arguments=arguments.values(),
     )
 
 

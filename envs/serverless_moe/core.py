@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -74,42 +75,23 @@ class ServerlessState:
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
     c = problem.tables.cfg[0]
-    if int(c["flat_view"]) == layout.FLAT:
+    if problem.arguments.view == layout.FLAT:
         return spaces.Box(0.0, 1.0, (flat_width(problem),), np.float32)
-
-    def box(*high: float) -> spaces.Box:
-        top = np.array(high, dtype=np.float32)
-        return spaces.Box(np.zeros_like(top), top, dtype=np.float32)
-
     layers, experts = int(c["layers"]), int(c["experts"])
-    # The prediction of the output length is clipped at the law's longest.
-    return spaces.Dict(
-        {
-            "activations": spaces.Box(0.0, 1.0, (layers, experts), np.float32),
-            "lengths": box(float(c["max_in"]), float(c["max_out"])),
-            "slo": box(layout.MAX_SLO_S, layout.MAX_SLO_S),
-            "t_rem": box(layout.MAX_TREM_S),
-            "idle_s": box(layout.MAX_IDLE_S),
-            "warm_main": box(1.0, 1.0, 1.0, 1.0, 1.0),
-            "warm_remote": spaces.Box(0.0, 1.0, (layers, 2), np.float32),
-            "prices": box(layout.MAX_PRICE, layout.MAX_PRICE),
-        }
-    )
+    parts: dict[str, spaces.Space] = {
+        "activations": spaces.Box(0.0, 1.0, (layers, experts), np.float32),
+        "warm_remote": spaces.Box(0.0, 1.0, (layers, 2), np.float32),
+    }
+    for part, columns in groupby(layout.DICT_COLUMNS, lambda column: column.part):
+        top = [c[x.high] if isinstance(x.high, str) else x.high for x in columns]
+        high = np.array(top, dtype=np.float32)
+        parts[part] = spaces.Box(np.zeros_like(high), high, dtype=np.float32)
+    return spaces.Dict(parts)
 
 
 def flat_width(problem: Problem) -> int:
-    """Width of the flat view: 15 features and four for every remote ratio."""
-    return 15 + 4 * len(problem.levels)
-
-
-_SLICES = {
-    "lengths": slice(0, 2),
-    "slo": slice(2, 4),
-    "t_rem": slice(4, 5),
-    "idle_s": slice(5, 6),
-    "warm_main": slice(6, 11),
-    "prices": slice(11, 13),
-}
+    """Width of the flat view: its columns, and two for every order and remote ratio."""
+    return len(layout.FLAT_COLUMNS) + 4 * len(problem.tables.members)
 
 
 class ServerlessBatch(Batch):
@@ -126,8 +108,9 @@ class ServerlessBatch(Batch):
         self.num_rows = num_rows
         self.terms = REWARD_TERMS
         c = problem.tables.cfg[0]
-        length, layers, experts = problem.episode_requests, int(c["layers"]), int(c["experts"])
-        is_flat = int(c["flat_view"]) == layout.FLAT
+        length, layers, experts = int(c["requests"]), int(c["layers"]), int(c["experts"])
+        flat = np.zeros((num_rows, flat_width(problem)), dtype=np.float32)
+        first = len(layout.FLAT_COLUMNS)
         self.arrays = layout.Batch(
             requests=np.zeros((num_rows, length), dtype=layout.REQUEST),
             trem=np.zeros((num_rows, length + 1, layers)),
@@ -141,7 +124,9 @@ class ServerlessBatch(Batch):
             activations=np.zeros((num_rows, layers, experts), dtype=np.float32),
             scalars=np.zeros(num_rows, dtype=layout.SCALARS),
             warm_remote=np.zeros((num_rows, layers, 2), dtype=np.float32),
-            flat=np.zeros((num_rows, flat_width(problem) if is_flat else 0), dtype=np.float32),
+            flat=flat,
+            flat_scalars=flat[:, :first].view(layout.FLAT_SCALARS)[:, 0],
+            flat_shares=flat[:, first:].reshape(num_rows, 2, -1, 2),
             action_mask=np.ones((num_rows, int(c["width"])), dtype=np.int8),
             out=np.zeros((num_rows, 4)),
             known=layout.KnownPlans(
@@ -159,20 +144,25 @@ class ServerlessBatch(Batch):
                 job_tokens=np.zeros(experts),
                 tokens=np.zeros((layers, experts), dtype=np.int64),
                 decoded=np.zeros((layers, int(c["top_k"]) + 1), dtype=np.int64),
+                fresh=np.zeros(layers, dtype=np.int64),
             ),
         )
         self.action_mask = self.arrays.action_mask
         self.out = self.arrays.out
         self.env = self.arrays.env
         self.observation: Any
-        if is_flat:
-            self.observation = self.arrays.flat
+        if problem.arguments.view == layout.FLAT:
+            self.observation = flat
         else:
             scalars = self.arrays.scalars.view(np.float32).reshape(num_rows, -1)
-            parts = {name: scalars[:, part] for name, part in _SLICES.items()}
-            parts["activations"] = self.arrays.activations
+            of_column = np.array([column.part for column in layout.DICT_COLUMNS])
+            parts = {"activations": self.arrays.activations}
             parts["warm_remote"] = self.arrays.warm_remote
-            self.observation = {name: parts[name] for name in observation_space(problem)}  # pyright: ignore
+            for part in dict.fromkeys(of_column):
+                at = np.flatnonzero(of_column == part)
+                parts[part] = scalars[:, at[0] : at[-1] + 1]
+            # In the order of the space, which gymnasium sorts by key.
+            self.observation = {name: parts[name] for name in sorted(parts)}
         which, actions = np.zeros(num_rows, np.int8), np.zeros((num_rows, len(problem.nvec)), int)
         shared = (problem.tables, self.arrays)
         compile_kernels(
@@ -185,31 +175,31 @@ class ServerlessBatch(Batch):
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: requests, their lengths and SLOs, gaps and overheads."""
-        p, r = self.problem, self.arrays.requests[row]
-        n = p.episode_requests
+        p, a, r = self.problem, self.problem.arguments, self.arrays.requests[row]
+        n = a.episode_requests
         prompts = p.rows[random.integers(0, len(p.rows), n)]
         start = p.tables.recorded.bank_start
         r["prompt"] = prompts
         r["offset"] = random.integers(0, start[prompts + 1] - start[prompts])
         for name, law in zip(("n_in", "n_out"), p.lengths, strict=True):
             r[name] = law[0] if len(law) == 1 else sample_lengths(law, random.random(n))
-        error = random.standard_normal(n) * p.output_error
+        error = random.standard_normal(n) * a.output_error
         r["n_out_predicted"] = np.clip(r["n_out"] * np.exp(error), 1.0, p.max_output_tokens)
         limits = p.slo[random.integers(0, len(p.slo), n)]
         r["ttft_limit"], r["tpot_limit"] = limits[:, 0], limits[:, 1]
         classes = np.searchsorted(
-            np.cumsum([share for share, _ in p.idle_s])[:-1], random.random(n), side="right"
+            np.cumsum([share for share, _ in a.idle_s])[:-1], random.random(n), side="right"
         )
         r["gap"] = (
-            random.standard_exponential(n) * np.array([mean for _, mean in p.idle_s])[classes]
+            random.standard_exponential(n) * np.array([mean for _, mean in a.idle_s])[classes]
         )
-        regimes = len(p.trem_s)
-        moves = (random.random(n + 1) < p.trem_switch).astype(np.int64)
+        regimes = len(a.trem_s)
+        moves = (random.random(n + 1) < a.trem_switch).astype(np.int64)
         if regimes > 1:
             moves *= random.integers(1, regimes, n + 1)
         regime = (random.integers(0, regimes) + np.cumsum(moves)) % regimes
-        spread = random.standard_normal(self.arrays.trem.shape[1:]) * p.trem_sigma
-        self.arrays.trem[row] = p.trem_s[regime][:, None] * np.exp(spread)
+        spread = random.standard_normal(self.arrays.trem.shape[1:]) * a.trem_sigma
+        self.arrays.trem[row] = np.array(a.trem_s)[regime][:, None] * np.exp(spread)
         for index in range(self.arrays.deployment.shape[1]):
             self._deploy(row, index)
 
@@ -229,7 +219,7 @@ class ServerlessBatch(Batch):
     def _deploy(self, row: int, index: int) -> None:
         """Reckon what the problem's deployment takes for a drawn request."""
         p, d = self.problem, self.arrays.deployment[row, index]
-        served = serve(p.arguments["deployment"], p.system, self.request(row, index))
+        served = serve(p.arguments.deployment, p.system, self.request(row, index))
         for name in served._fields:
             d[name] = getattr(served, name)
 

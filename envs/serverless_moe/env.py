@@ -24,6 +24,15 @@ def action_space(problem: Problem) -> spaces.MultiDiscrete:
     return spaces.MultiDiscrete(problem.nvec)
 
 
+def _dict_lines() -> str:
+    """Lines of the docstring on the parts of `DICT_COLUMNS`, with the most where it is not 1."""
+    parts: dict[str, list[str]] = {}
+    for column in layout.DICT_COLUMNS:
+        most = "" if isinstance(column.high, str) or column.high == 1.0 else f" [{column.high:g}]"
+        parts.setdefault(column.part, []).append(column.text + most)
+    return "\n".join(f"- `{part}` ({len(x)},): {'; '.join(x)}" for part, x in parts.items())
+
+
 class ServerlessMoEEnv(BatchEnv[Problem, ServerlessBatch]):
     """Choose, request by request, which experts of a MoE model run as remote functions.
 
@@ -56,13 +65,8 @@ class ServerlessMoEEnv(BatchEnv[Problem, ServerlessBatch]):
     A `Dict` of float32 arrays, clipped at the bounds:
 
     - `activations` (L, K): predicted activation frequencies
-    - `lengths` (2,): prompt and predicted output tokens
-    - `slo` (2,): limits of time to first token (TTFT) and per output token (TPOT), s [0, 1000]
-    - `t_rem` (1,): mean overhead of the request before, s [0, 1]
-    - `idle_s` (1,): s since the last completion [0, 36000]
-    - `warm_main` (5,): if warm: 1, memory, b, order, 1 if these give the same experts, as shares
-    - `warm_remote` (L, 2): if warm: memory and replicas, as shares
-    - `prices` (2,): c_c and c_g, USD per GB and hour [0, 1000]
+    - `warm_remote` (L, 2): if warm: memory and replicas of each layer, over the largest
+    {observation}
 
     ## Rewards
 
@@ -129,6 +133,9 @@ class ServerlessMoEEnv(BatchEnv[Problem, ServerlessBatch]):
         return render(batch, row, mode)
 
 
+ServerlessMoEEnv.__doc__ = (ServerlessMoEEnv.__doc__ or "").replace("{observation}", _dict_lines())
+
+
 class ServerlessMoEFlatEnv(ServerlessMoEEnv):
     """Choose, request by request, which experts of a MoE model run as remote functions.
 
@@ -147,9 +154,11 @@ class ServerlessMoEFlatEnv(ServerlessMoEEnv):
 
     ## Observation Space
 
-    A float32 `Box(0, 1, (15 + 4 levels,))`: `lengths`, `slo` / (60 s, 0.5 s), `t_rem` and `idle_s` on a
-    log scale, `warm_main`, means over layers of `warm_remote`, `prices`; for both orders and each b the
-    predicted share of the tokens' experts that is remote, mean and largest over layers.
+    A float32 `Box(0, 1, (15 + 4 levels,))`:
+
+    {observation}
+    - for both orders and each b: predicted share of the tokens' experts that is remote, mean and
+      largest over layers
 
     ## Rewards
 
@@ -180,3 +189,8 @@ class ServerlessMoEFlatEnv(ServerlessMoEEnv):
     """
 
     view = layout.FLAT
+
+
+ServerlessMoEFlatEnv.__doc__ = (ServerlessMoEFlatEnv.__doc__ or "").replace(
+    "{observation}", "\n".join(f"- `{name}`: {text}" for name, text in layout.FLAT_COLUMNS)
+)

@@ -52,73 +52,21 @@ def _remote_mb(plan: Plan) -> Floats:
     return np.where(plan.remote_mb > 0, plan.remote_mb, 1024.0)
 
 
-def remote_prefill(
-    system: SystemModel, busy_s: Floats, trem_s: ArrayLike, mb: ArrayLike
-) -> tuple[Floats, cost.Phase]:
-    """The remote functions in prefill (Eq. 3 and 8).
-
-    A replica that gets no token is not invoked: it takes no time and costs nothing.
-
-    Args:
-        system: the system.
-        busy_s: ``(..., z)`` seconds of each replica without its overhead.
-        trem_s: ``(...)`` the overheads.
-        mb: ``(...)`` memory of the functions.
-
-    Returns:
-        ``(...)`` seconds of the slowest replica; and what all take, ``(...)`` each, seconds apart.
-    """
-    seconds = np.where(busy_s > 0, busy_s + np.asarray(trem_s)[..., None], 0.0)
-    added = cost.rounding_s(system, seconds).sum(axis=-1)
-    invoked = (seconds > 0).sum(axis=-1)
-    return seconds.max(axis=-1), cost.Phase(0.0, mb * seconds.sum(axis=-1), mb * added, invoked)
-
-
 def prefill_layers(system: SystemModel, load: Load, plan: Plan) -> cost.Phase:
     """The experts of each layer in prefill (Eq. 2, 3 and 8), ``(L,)`` each."""
     mb = _remote_mb(plan)
     busy = replica_sums(plan, job_s(system, load, mb))
-    slowest, remote = remote_prefill(system, busy, load.trem_s, mb)
+    slowest, remote = cost.remote_prefill(system, busy.T, load.trem_s, mb)
     local = local_s(system, load, plan.remote, plan.main_mb)
     return remote._replace(seconds=cost.layer_s(system, local, slowest, load.n_in))
 
 
-def remote_decode(
-    system: SystemModel, load: Load, histogram: Floats, mb: ArrayLike, trem_s: ArrayLike
-) -> tuple[Floats, cost.Phase]:
-    """The remote functions in decoding (Eq. 5 and 9), rounded over the overheads to be expected.
-
-    Args:
-        system: the system.
-        load: the load.
-        histogram: ``(..., R)`` generated tokens by their number of remote experts.
-        mb: ``(...)`` memory of the functions.
-        trem_s: ``(...)`` their mean overheads.
-
-    Returns:
-        ``(..., R)`` seconds of a token; and what all tokens take, ``(...)`` each, seconds apart.
-    """
-    r, trem = np.arange(system.top_k + 1), np.asarray(trem_s)[..., None]
-    call = (system.expert_law(mb)[0] + cost.transfer_s(system))[..., None]
-    invoked, each = cost.remote_calls(system, r, call, trem)
-    rounding = [
-        cost.rounding_s(system, cost.remote_calls(system, r, call, trem * factor)[1])
-        for factor in load.trem_factors
-    ]
-    remote, added, calls = (
-        (histogram * of_token).sum(axis=-1)
-        for of_token in (invoked * each, invoked * np.mean(rounding, axis=0), invoked)
-    )
-    return invoked * each, cost.Phase(0.0, mb * remote, mb * added, calls)
-
-
 def decode_layers(system: SystemModel, load: Load, plan: Plan) -> cost.Phase:
     """The experts of each layer in decoding (Eq. 5 and 9), ``(L,)`` each: of all tokens."""
-    histogram = load.histogram(plan.remote, system.top_k)
-    remote, calls = remote_decode(system, load, histogram, _remote_mb(plan), load.trem_s)
-    local = np.arange(system.top_k, -1, -1) * system.expert_law(plan.main_mb)[0]
-    step = cost.layer_s(system, local, remote, system.top_k)
-    return calls._replace(seconds=(histogram * step).sum(axis=1))
+    mb, tokens = _remote_mb(plan), load.histogram(plan.remote, system.top_k).T
+    one_s = system.expert_law(plan.main_mb)[0]
+    call_s = system.expert_law(mb)[0] + cost.transfer_s(system)
+    return cost.decode_layer(system, tokens, one_s, call_s, load.trem_s, mb, load.trem_factors)
 
 
 def without_experts(system: SystemModel, load: Load) -> tuple[cost.Phase, cost.Phase]:
@@ -129,59 +77,13 @@ def without_experts(system: SystemModel, load: Load) -> tuple[cost.Phase, cost.P
     )
 
 
-def start_times(
-    system: SystemModel,
-    members: NDArray[np.int64],
-    main_cold: ArrayLike,
-    fresh: ArrayLike,
-    memory_mb: ArrayLike,
-) -> cost.Start:
-    """Cold starts of many plans: W main functions, each with Y memories and Z numbers of replicas.
-
-    They start side by side, by one storage link or by one each.
-
-    Args:
-        system: the system.
-        members: int ``(..., L)`` remote experts of each layer.
-        main_cold: ``(..., W)`` 1 where the main function starts, 0 where it is warm.
-        fresh: ``(..., L, Y, Z)`` replicas of each remote function that start.
-        memory_mb: ``(..., L, Y, Z)`` its memory.
-
-    Returns:
-        Arrays that broadcast to ``(..., W, Y, Z)``.
-    """
-    main_cold, fresh = np.asarray(main_cold)[..., None, None], np.asarray(fresh)
-
-    def over_layers(x: Any) -> Any:
-        return x.sum(axis=-3)[..., None, :, :]
-
-    remote_mb = (members * system.expert_mb)[..., None, None]
-    local_mb = ((system.num_experts - members) * system.expert_mb).sum(axis=-1)
-    main_mb = (system.all_non_expert_mb + local_mb)[..., None, None, None]
-    if system.load_shared:
-        main_mb = main_cold * main_mb + over_layers(fresh * remote_mb)
-        one = cost.start_s(system, system.container_start_remote_s, main_mb)
-        starting_mb = over_layers(fresh * memory_mb)
-        slowest = (starting_mb > 0) * one
-        started = starting_mb * one, starting_mb * cost.rounding_s(system, one)
-    else:
-        one = cost.start_s(system, system.container_start_remote_s, remote_mb)
-        starting_mb = fresh * memory_mb
-        slowest = ((fresh > 0) * one).max(axis=-3)[..., None, :, :]
-        started = (
-            over_layers(starting_mb * one),
-            over_layers(starting_mb * cost.rounding_s(system, one)),
-        )
-    main = main_cold * cost.start_s(system, system.container_start_main_s, main_mb)
-    return cost.Start(main, slowest, *started)
-
-
 def plan_start(system: SystemModel, plan: Plan, cold: Cold) -> cost.Start:
     """Cold start of a plan's functions, of which ``cold`` says which start."""
-    fresh, mb = (x[:, None, None] for x in (cold.replicas, _remote_mb(plan)))
     members = plan.remote.sum(axis=1)
-    start = start_times(system, members, [float(cold.main)], fresh, mb)
-    return cost.Start(*(float(x.item()) for x in start))
+    main_mb = system.all_non_expert_mb + ((~plan.remote).sum(axis=1) * system.expert_mb).sum()
+    weights_mb = members * system.expert_mb
+    start = cost.cold_start(system, cold.main, main_mb, cold.replicas, weights_mb, _remote_mb(plan))
+    return cost.Start(*(float(x) for x in start))
 
 
 def check_limits(ttft_limit_s: float, tpot_limit_s: float) -> None:
@@ -239,11 +141,9 @@ def expected_outcome(
         cost.Phase(*(float(x.sum()) + rest for x, rest in zip(*phases, strict=True)))
         for phases in zip(layers, without_experts(system, load), strict=True)
     )
-    rate = cost.main_usd_s(system, load.n_in + load.n_out, plan.main_mb)
-    rounding = cost.rounding_s(system, prefill.seconds + decode.seconds)
-    start = plan_start(system, plan, cold)
+    tokens, start = load.n_in + load.n_out, plan_start(system, plan, cold)
     return Outcome(
-        bill=cost.bill(system, rate, rounding, prefill, decode, start),
+        bill=cost.bill_plan(system, tokens, plan.main_mb, prefill, decode, start),
         n_out=load.n_out,
         broken=violated(system, load.tokens, load.n_out, plan),
         ttft_limit_s=ttft_limit_s,

@@ -38,7 +38,7 @@ def _words(batch: Any, log: np.ndarray) -> str:
     problem = batch.problem
     return (
         f"{problem.system.name} on {problem.system.gpu} GPU, request {len(log)} of "
-        f"{problem.episode_requests}, reward {log['reward'].sum():.3f}"
+        f"{problem.arguments.episode_requests}, reward {log['reward'].sum():.3f}"
     )
 
 
@@ -63,7 +63,7 @@ def _text(batch: Any, log: np.ndarray) -> str:
         ]
         lines.append(
             f"{entry['prompt_tokens']:6d} {entry['output_tokens']:6d}"
-            f"  {problem.levels[entry['level']]:5d}/{problem.system.num_experts:<3d}"
+            f"  {problem.tables.members[entry['level']]:5d}/{problem.system.num_experts:<3d}"
             f" {entry['main_mb']:8.0f}  {entry['cost_usd'] / entry['mix_cost_usd']:8.3f}"
             f"  {entry['ttft_s']:6.2f}  {1000.0 * entry['tpot_s']:7.1f}  {' '.join(notes)}"
         )

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym._files import MalformedFileError
+from servegym._files import MalformedFileError, read_json
 from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,
     draw_top_k,
     set_bits,
     unpack_sets,
 )
-from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays, read_json
+from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays
 from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model
 from servegym.envs.workloads.synthetic_activations import (
     generate_tokens,

@@ -1,10 +1,10 @@
 """Arrival processes: when the requests of an episode come.
 
 Every process is defined for a mean gap of one (time in units of the mean inter-arrival time) and
-scaled by the rate, so burstiness is fixed in numbers of requests, not in seconds. All chance comes
-from the generator passed to ``sample``. Processes start in the law that they have just after an
-arrival (the Palm law), which makes the mean of the n-th arrival time n / rate exactly. The fitted
-presets go further: each sample's own mean rate is the one asked for.
+scaled by the rate that ``sample`` is asked for, so burstiness is fixed in numbers of requests, not
+in seconds. All chance comes from the generator passed to ``sample``. Processes start in the law
+that they have just after an arrival (the Palm law), which makes the mean of the n-th arrival time
+n / rate exactly. The fitted presets go further: each sample's own mean rate is the one asked for.
 """
 
 from __future__ import annotations
@@ -30,28 +30,18 @@ MIN_PERIOD_REQUESTS = 0.01
 class Arrivals(Protocol):
     """An arrival process."""
 
-    @property
-    def rate(self) -> float:
-        """Mean rate, requests/s."""
-        ...
-
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """Draw arrival times.
 
         Args:
             n: Number of requests, >= 0.
             rng: The only source of chance.
-            rate: Mean rate, requests/s; the process's own if None.
+            rate: Mean rate, requests/s, above 0.
 
         Returns:
             float64 (n,) seconds, non-decreasing, first one > 0 in general.
         """
         ...
-
-
-def _scaled(times: np.ndarray, rate: float | None, default: float) -> np.ndarray:
-    times /= default if rate is None else rate
-    return times
 
 
 def _unwarp(operational: np.ndarray, rates: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -65,23 +55,20 @@ def _unwarp(operational: np.ndarray, rates: np.ndarray, lengths: np.ndarray) -> 
 class PoissonArrivals:
     """Poisson process: exponential gaps of mean 1 / rate."""
 
-    rate: float
-
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
-        return _scaled(np.cumsum(rng.standard_exponential(n)), rate, self.rate)
+        return np.cumsum(rng.standard_exponential(n)) / rate
 
 
 @dataclass(frozen=True)
 class GammaArrivals:
     """Renewal process with gamma gaps of coefficient of variation ``cv`` (1 is Poisson)."""
 
-    rate: float
     cv: float
 
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
-        return _scaled(np.cumsum(_gamma_gaps(n, rng, self.cv)), rate, self.rate)
+        return np.cumsum(_gamma_gaps(n, rng, self.cv)) / rate
 
 
 def _gamma_gaps(n: int, rng: np.random.Generator, cv: float) -> np.ndarray:
@@ -96,18 +83,16 @@ class MMPPArrivals:
     """Two-state Markov-modulated Poisson process.
 
     Attributes:
-        rate: Mean rate, requests/s.
         rate_ratio: Arrival rate in the busy state over that in the calm one, >= 1.
         busy_share: Share of the time spent in the busy state, in (0, 1).
         cycle_requests: Mean number of requests in one calm period and the busy one after it.
     """
 
-    rate: float
     rate_ratio: float
     busy_share: float
     cycle_requests: float
 
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
         work = np.cumsum(rng.standard_exponential(n))
         calm = 1 / (1 - self.busy_share + self.busy_share * self.rate_ratio)
@@ -123,7 +108,7 @@ class MMPPArrivals:
             lengths.append(rng.standard_exponential(batch) * stay[states])
             reached += float(rates[-1] @ lengths[-1])
         times = _unwarp(work, np.concatenate(rates), np.concatenate(lengths))
-        return _scaled(times, rate, self.rate)
+        return times / rate
 
 
 @dataclass(frozen=True)
@@ -138,7 +123,6 @@ class ModulatedArrivals:
     variation ``cv``.
 
     Attributes:
-        rate: Mean rate, requests/s.
         cv: Coefficient of variation of the gaps on the rate's own clock, >= 0.
         rate_cv: Coefficient of variation of the rate over blocks, >= 0.
         rho: Correlation of x of adjacent blocks, in [0, 1).
@@ -148,19 +132,18 @@ class ModulatedArrivals:
             the mean holds over episodes only, and a busy hour may fill one.
     """
 
-    rate: float
     cv: float
     rate_cv: float
     rho: float
     block_requests: float
     window: bool = True
 
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
         times = self._draw(n, rng)
         if self.window and n and times[-1] > TINY:  # else all gaps vanish in the draw of a large cv
             times *= n / times[-1]
-        return _scaled(times, rate, self.rate)
+        return times / rate
 
     def _draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """float64 (n,) times of the process with mean gap one, from an arrival on."""
@@ -202,13 +185,11 @@ class TraceArrivals:
     later; the first arrival of a fixed window comes one mean gap after time 0.
 
     Attributes:
-        rate: Mean rate, requests/s.
         timestamps_s: float64 (m,), non-decreasing times of the trace.
         start_s: Start of the window, seconds after the first timestamp; None draws it.
         window_s: Length of the window, seconds; None for all that follows.
     """
 
-    rate: float
     timestamps_s: np.ndarray = field(repr=False)
     start_s: float | None = None
     window_s: float | None = None
@@ -245,7 +226,7 @@ class TraceArrivals:
         if choices is None:
             object.__setattr__(self, "_gaps", _gaps_before(times))
 
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
         choices: np.ndarray | None = self._choices  # type: ignore[attr-defined]
         begin = 0
@@ -259,7 +240,7 @@ class TraceArrivals:
             if self.start_s is None:
                 begin = int(rng.integers(gaps.size))
         picked = gaps[(begin + np.arange(n)) % gaps.size]
-        return _scaled(np.cumsum(picked), rate, self.rate)
+        return np.cumsum(picked) / rate
 
 
 def _gaps_before(times: np.ndarray) -> np.ndarray:
@@ -280,23 +261,23 @@ def _fit(name: str, model: str) -> dict[str, float]:
     return dict(fitted_parameters()[choose("fit", name, FITS)][model])
 
 
-def _poisson(rate: float, /, **kwargs: Any) -> Arrivals:
+def _poisson(**kwargs: Any) -> Arrivals:
     mapping("arrivals 'poisson'", kwargs, ())
-    return PoissonArrivals(rate)
+    return PoissonArrivals()
 
 
-def _gamma(rate: float, /, **kwargs: Any) -> Arrivals:
+def _gamma(**kwargs: Any) -> Arrivals:
     mapping("arrivals 'gamma'", kwargs, ("cv", "shape", "fit"))
     if sum(key in kwargs for key in ("cv", "shape", "fit")) > 1:
         raise ValueError(f"arrivals 'gamma': give one of cv, shape, fit, not {sorted(kwargs)}.")
     if "shape" in kwargs:
-        return GammaArrivals(rate, real("shape", kwargs["shape"], MAX_CV**-2) ** -0.5)
+        return GammaArrivals(real("shape", kwargs["shape"], MAX_CV**-2) ** -0.5)
     if "cv" in kwargs:
-        return GammaArrivals(rate, real("cv", kwargs["cv"], 0.0, MAX_CV))
-    return GammaArrivals(rate, _fit(kwargs.get("fit", "burstgpt"), "gamma")["cv"])
+        return GammaArrivals(real("cv", kwargs["cv"], 0.0, MAX_CV))
+    return GammaArrivals(_fit(kwargs.get("fit", "burstgpt"), "gamma")["cv"])
 
 
-def _mmpp(rate: float, /, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
+def _mmpp(*, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
     names = ("rate_ratio", "busy_share", "cycle_requests")
     mapping("arrivals 'mmpp'", kwargs, (*names, "fit"))
     values = _fit(fit, "mmpp") | kwargs
@@ -304,7 +285,6 @@ def _mmpp(rate: float, /, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
     if busy_share >= 1:
         raise ValueError(f"busy_share={busy_share!r} must be in (0, 1).")
     return MMPPArrivals(
-        rate,
         rate_ratio=real("rate_ratio", values["rate_ratio"], 1.0, 1e6),
         busy_share=busy_share,
         cycle_requests=real("cycle_requests", values["cycle_requests"], MIN_PERIOD_REQUESTS),
@@ -312,7 +292,7 @@ def _mmpp(rate: float, /, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
 
 
 def _modulated(fit: str) -> Callable[..., Arrivals]:
-    def make(rate: float, /, **kwargs: Any) -> Arrivals:
+    def make(**kwargs: Any) -> Arrivals:
         names = ("cv", "rate_cv", "rho", "block_requests", "window")
         mapping(f"arrivals {fit!r}", kwargs, names)
         values = _fit(fit, "modulated") | kwargs
@@ -320,7 +300,6 @@ def _modulated(fit: str) -> Callable[..., Arrivals]:
         if rho >= 1:
             raise ValueError(f"rho={rho!r} must be in [0, 1).")
         return ModulatedArrivals(
-            rate,
             cv=real("cv", values["cv"], 0.0, MAX_CV),
             rate_cv=real("rate_cv", values["rate_cv"], 0.0, MAX_CV),
             rho=rho,
@@ -332,8 +311,6 @@ def _modulated(fit: str) -> Callable[..., Arrivals]:
 
 
 def _trace(
-    rate: float,
-    /,
     *,
     path: str | os.PathLike[str] | None = None,
     fmt: str | None = None,
@@ -350,7 +327,7 @@ def _trace(
         start_s = real("start_s", start_s, 0.0)
     if window_s is not None:
         window_s = real("window_s", window_s, 0.0, open_low=True)
-    return TraceArrivals(rate, load_trace(path, fmt).timestamps_s, start_s, window_s)
+    return TraceArrivals(load_trace(path, fmt).timestamps_s, start_s, window_s)
 
 
 _MAKERS: dict[str, Callable[..., Arrivals]] = {
@@ -368,7 +345,7 @@ def list_arrivals() -> list[str]:
     return list(_MAKERS)
 
 
-def make_arrivals(name: str, rate: float, /, **kwargs: Any) -> Arrivals:
+def make_arrivals(name: str, /, **kwargs: Any) -> Arrivals:
     """Make an arrival process.
 
     Args:
@@ -378,7 +355,6 @@ def make_arrivals(name: str, rate: float, /, **kwargs: Any) -> Arrivals:
             :class:`ModulatedArrivals`); ``"trace"`` (``path``, ``fmt``, ``start_s``,
             ``window_s``, see :class:`TraceArrivals`). ``fit`` is ``"burstgpt"`` (default) or
             ``"azure"``: whose fitted parameters stand in for those not given.
-        rate: Mean rate, requests/s.
         **kwargs: Parameters of the process.
 
     Returns:
@@ -388,5 +364,4 @@ def make_arrivals(name: str, rate: float, /, **kwargs: Any) -> Arrivals:
         ValueError: An unknown name or parameter (with the nearest valid one), or one out of range.
         MalformedFileError: A trace file that cannot be used.
     """
-    make = _MAKERS[choose("arrivals", name, _MAKERS)]
-    return make(real("rate", rate, 0.0, open_low=True), **kwargs)
+    return _MAKERS[choose("arrivals", name, _MAKERS)](**kwargs)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym._files import MalformedFileError
-from servegym.envs.workloads.files import FieldError, checked, read_arrays, read_json
+from servegym._files import MalformedFileError, read_json
+from servegym.envs.workloads.files import FieldError, checked, read_arrays
 
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym._files import MalformedFileError
+from servegym._files import MalformedFileError, read_json
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
 
@@ -19,14 +18,6 @@ class FieldError(ValueError):
 
     def __str__(self) -> str:
         return "".join(self.args)
-
-
-def read_json(path: str | os.PathLike[str], fix: str) -> Any:
-    """Contents of a JSON file; MalformedFileError with the advice ``fix`` if it cannot be read."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", fix) from error
 
 
 def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]:

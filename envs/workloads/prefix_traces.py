@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose
-from servegym._files import MalformedFileError, parse_time
-from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
+from servegym._files import MalformedFileError, parse_time, read_json
+from servegym.envs.workloads.files import DATA_DIR, read_arrays
 from servegym.envs.workloads.traces import Kinds, cell, read_requests, read_tokens
 
 BLOCKS = {"bailian": 16}

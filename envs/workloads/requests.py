@@ -96,11 +96,10 @@ def load_requests(path: str | os.PathLike[str]) -> Requests:
 
 @dataclass(frozen=True)
 class FileArrivals:
-    """The arrival times of a file, as often as asked for."""
+    """The arrival times of a file, at the file's own rate, as often as asked for."""
 
     times: np.ndarray
-    rate: float
 
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """The first ``n`` times; see :meth:`Arrivals.sample`."""
         return self.times[:n].copy()

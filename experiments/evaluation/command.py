@@ -36,8 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)"
     add("--ray", metavar="WHERE", help=text)
     add("--in-process", action="store_true", help="trust policy files: no process of their own")
-    text = "seconds that such a file may take for an answer (60)"
-    add("--time-limit", type=float, help=text)
+    text = "seconds that such a file may take for an answer (%(default)g)"
+    add("--time-limit", type=float, default=60.0, help=text)
     return parser
 
 
@@ -51,39 +51,31 @@ def main(argv: Sequence[str]) -> None:
 
     # What is heavy comes after what is quickly refused.
     from servegym.agents.lib.parallel import Workers
-    from servegym.envs.families import family_of
-    from servegym.experiments.evaluation import evaluate as evaluation
-    from servegym.experiments.evaluation.play import problem_of
+    from servegym.experiments.evaluation.evaluate import evaluate, print_summary
+    from servegym.experiments.evaluation.guest import Guests
     from servegym.experiments.evaluation.profile_draws import evaluate_draws, print_draws
-    from servegym.experiments.evaluation.resolve import resolve
 
-    workers, family = Workers(ray=options.ray), family_of(options.env_id)
-    problem = problem_of(family.env_id, {"split": "eval", **settings})
-    guests: dict[str, Any] = {
-        "view": family.view_of(options.env_id),
-        "in_process": options.in_process,
-    }
-    if options.time_limit is not None:
-        guests["time_limit_s"] = options.time_limit
-    policies = [resolve(name, problem, family, **guests) for name in options.policy]
+    workers = Workers(ray=options.ray)
     shared: dict[str, Any] = {
         "episodes": options.episodes,
         "num_envs": options.num_envs,
         "env_kwargs": settings,
         "executor": _with_progress(workers) if sys.stderr.isatty() else workers,
+        "guests": Guests(options.time_limit, options.in_process),
     }
-    rows = evaluation.evaluate(options.env_id, policies, seed=options.seed, **shared)
+    rows = evaluate(options.env_id, options.policy, seed=options.seed, **shared)
     drawn: list[dict[str, Any]] = []
     if draws:
         # The same episodes in every draw, also where their seed was made up; not for guests.
         first = min(row["seed"] for row in rows)
         apart = any(row["source"] == "guest" for row in rows)
-        drawn = evaluate_draws(options.env_id, policies, draws, seed=first, apart=apart, **shared)
+        names = options.policy
+        drawn = evaluate_draws(options.env_id, names, draws, seed=first, apart=apart, **shared)
     workers.close()
     if options.out is not None:
         plain = [{"profile_draw": "none", **row} for row in rows] if drawn else rows
         write_rows(options.out, [*plain, *drawn])
-    evaluation.print_summary(rows, rows.logs, every=options.all)
+    print_summary(rows, rows.logs, every=options.all)
     if drawn:
         print_draws(rows, drawn)
 

@@ -24,6 +24,7 @@ from servegym._checks import whole
 from servegym.agents.lib.parallel import SERIAL, Executor
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import Family, family_of
+from servegym.experiments.evaluation.guest import APART, Guests
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import (
     DEFAULT_SEED,
@@ -75,7 +76,7 @@ def evaluate(
     env_kwargs: Mapping[str, Any] | None = None,
     num_envs: int | None = None,
     executor: Executor = SERIAL,
-    in_process: bool = False,
+    guests: Guests = APART,
 ) -> Results:
     """Run every policy on the same episodes.
 
@@ -102,8 +103,7 @@ def evaluate(
             guest in a process of its own, whose time is that of single decisions then. It changes
             only the order in which a randomised policy draws.
         executor: Where the blocks run.
-        in_process: Run guests in the evaluator's process: for policies that you trust or that take
-            the environment. Their rows say so.
+        guests: How guests run; rows of those in the evaluator's process say so.
 
     Returns:
         One dict a policy and episode: ``policy``, ``seed``, ``episode``, the episode's KPIs with
@@ -128,13 +128,13 @@ def evaluate(
     family, kwargs = family_of(env_id), {"split": "eval", **(env_kwargs or {})}
     problem = problem_of(family.env_id, kwargs)
     # All names are looked up before the first episode: a typo must not cost the others' work.
-    how: dict[str, Any] = {"view": family.view_of(env_id), "in_process": in_process}
+    how: dict[str, Any] = {"view": family.view_of(env_id), "guests": guests}
     resolved = [resolve(policy, problem, family, **how) for policy in policies]
     if seed is None:
         seed = DEFAULT_SEED if all(policy.knows_seed for policy in resolved) else fresh_seed()
     # Every row names its system and load, set or default; what an episode draws is no argument.
-    reported = report_of(family).reported_arguments.split()
-    reported = {key: problem.arguments[key] for key in reported if key in problem.arguments}
+    reported, arguments = report_of(family).reported_arguments.split(), dict(problem.arguments)
+    reported = {key: arguments[key] for key in reported if key in arguments}
     settings = json.dumps({**reported, **kwargs}, sort_keys=True)
     jobs, names = [], Counter[str]()
     for policy in resolved:

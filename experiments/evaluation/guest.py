@@ -29,6 +29,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,30 @@ from servegym.baselines.policy_file import PolicyError, policy_from_file
 from servegym.baselines.protocol import Observation, Policy
 from servegym.experiments.evaluation.play import GUEST, EvaluatedPolicy
 
-TIME_LIMIT_S = 60.0
-"""Seconds that a guest may take for one answer: to be made, or to decide for a batch."""
+
+@dataclass(frozen=True)
+class Guests:
+    """How policies run whose code is not the package's.
+
+    Attributes:
+        time_limit_s: Seconds that one may take for one answer: to be made, or to decide for a
+            batch.
+        in_process: Run them in the evaluator's process, where no time is limited: for policies that
+            you trust or that take the environment.
+
+    Raises:
+        ValueError: If the seconds are not above 0 and at most 1e6.
+    """
+
+    time_limit_s: float = 60.0
+    in_process: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.time_limit_s <= 1e6:
+            raise ValueError(
+                f"time_limit_s is {self.time_limit_s}; allowed are seconds above 0, to 1e6"
+            )
+
 
 SLOW_S = 0.05
 """Seconds of a decision from which on its request waits for it, where requests wait for routers."""
@@ -66,6 +89,9 @@ _SAID: dict[str, Callable[[Any], bool]] = {
 _START = "from servegym.experiments.evaluation.guest import serve; serve({})"
 
 
+APART, IN_PROCESS = Guests(), Guests(in_process=True)
+
+
 class GuestPolicy(EvaluatedPolicy):
     """A policy whose code runs in another process.
 
@@ -74,7 +100,7 @@ class GuestPolicy(EvaluatedPolicy):
     behind and starts another where it is used next.
 
     The policy is a file as `policy_from_file` takes it, with the description of the system,
-    or a policy that can be pickled; one answer may take ``time_limit_s``.
+    or a policy that can be pickled.
 
     Raises:
         PolicyError: If the policy cannot be made, or cannot be pickled.
@@ -89,10 +115,8 @@ class GuestPolicy(EvaluatedPolicy):
     _compiled: str = ""
 
     def __init__(
-        self, policy: Path | Policy, system: Any, time_limit_s: float = TIME_LIMIT_S
+        self, policy: Path | Policy, system: Any, time_limit_s: float = APART.time_limit_s
     ) -> None:
-        if not 0 < time_limit_s <= 1e6:
-            raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0, to 1e6")
         self.time_limit_s = float(time_limit_s)
         self._times_s: list[float] = []
         self._delays_s: list[float] = []
@@ -106,13 +130,13 @@ class GuestPolicy(EvaluatedPolicy):
         except Exception as error:  # whatever the policy's own pickling raises
             raise PolicyError(
                 f"policy {self.name!r} cannot be sent to a process of its own "
-                f"({type(error).__name__}: {error}); in_process=True runs it in this one"
+                f"({type(error).__name__}: {error}); guests=IN_PROCESS runs it here"
             ) from error
         self._take(self._start())
         if self.needs_env:
             raise PolicyError(
                 f"policy {self.name!r} has needs_env, but the environment is in another process; "
-                "in_process=True (--in-process) runs it in this one, marked as clairvoyant"
+                "--in-process (guests=IN_PROCESS) runs it in this one, marked as clairvoyant"
             )
 
     def _start(self) -> dict[str, Any]:
@@ -152,7 +176,7 @@ class GuestPolicy(EvaluatedPolicy):
         """Learn what an action is, and let requests wait for slow decisions where they can."""
         space = env.action_space
         self._parts = space.spaces if isinstance(space, Dict) else {"": space}
-        self._delay_s = env.unwrapped.problem.arguments.get("router_delay_s")
+        self._delay_s: Any = dict(env.unwrapped.problem.arguments).get("router_delay_s")
         self._batch = None if self._delay_s is None else env.unwrapped.batch
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:

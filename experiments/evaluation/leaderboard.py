@@ -24,7 +24,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,15 +33,15 @@ import numpy as np
 from servegym._checks import choose
 from servegym._files import MalformedFileError
 from servegym.agents.lib.checkpoint import AGENTS, shipped
-from servegym.agents.lib.parallel import Workers
+from servegym.agents.lib.parallel import SERIAL, Executor, Workers
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import Family, family_named
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
-from servegym.experiments.evaluation.guest import TIME_LIMIT_S
+from servegym.experiments.evaluation.guest import APART, Guests
 from servegym.experiments.evaluation.output import print_table, read_rows
-from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, EvaluatedPolicy, problem_of
+from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import enough_for, noninferiority, unseen_losses
@@ -97,8 +97,8 @@ SLOW = {
 }
 """Policies that are slow, by their most episodes, or those of one family; not in ``--quick``."""
 
-Job = tuple[Point, str | EvaluatedPolicy, bool, int]
-"""Arguments of `measure`; a guest is resolved, since its file lies on this machine."""
+Job = tuple[Point, str, bool, int]
+"""Arguments of `measure`."""
 
 QUICK_EPISODES = 4
 MARGIN = 0.02
@@ -118,9 +118,22 @@ def policies_for(point: Point, quick: bool = False) -> list[str]:
 
 
 def measure(
-    point: Point, policy: str | Policy, quick: bool = False, seed: int = DEFAULT_SEED
+    point: Point,
+    policy: str | Policy,
+    quick: bool = False,
+    seed: int = DEFAULT_SEED,
+    guests: Guests = APART,
+    executor: Executor = SERIAL,
 ) -> dict[str, Any]:
-    """The row of a policy, as `evaluate` takes it, at a point; ``quick``: on shorter episodes.
+    """The row of a policy at a point; other arguments as `evaluate` takes them.
+
+    Args:
+        point: The table.
+        policy: What `evaluate` takes.
+        quick: On shorter episodes.
+        seed: Of the first episode.
+        guests: How guests run.
+        executor: Where episodes run; seconds of processors elsewhere are not counted.
 
     Returns:
         ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
@@ -134,7 +147,8 @@ def measure(
     episodes = min(point.episodes, most)
     begin = _processor_s()
     kwargs = {**point.env_kwargs, **(point.quick if quick else {})}
-    rows = evaluate(family.env_id, [policy], episodes, seed, kwargs)
+    how: dict[str, Any] = {"executor": executor, "guests": guests}
+    rows = evaluate(family.env_id, [policy], episodes, seed, kwargs, **how)
     spent = _processor_s() - begin
     (summary,) = summarise(rows)
     kind = "guest" if summary["source"] == PACKAGE else summary["source"]
@@ -299,8 +313,8 @@ def _parser() -> argparse.ArgumentParser:
     text = f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)"
     add("--seed", type=int, help=text)
     add("--in-process", action="store_true", help="trust policy files: no process of their own")
-    text = f"seconds that such a file may take for an answer ({TIME_LIMIT_S:g})"
-    add("--time-limit", type=float, default=TIME_LIMIT_S, help=text)
+    text = "seconds that such a file may take for an answer (%(default)g)"
+    add("--time-limit", type=float, default=60.0, help=text)
     add("--out", type=Path, help=f"the table ({BOARD})")
     text = "use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)"
     add("--ray", metavar="WHERE", help=text)
@@ -326,8 +340,8 @@ def main(argv: Sequence[str]) -> int:
     table, on_board = tables.Table(board, ("point", "policy"), load=False), saved
     saved = [] if args.quick else saved
     repeated = args.seed is not None
+    how = Guests(args.time_limit, args.in_process)
     jobs = _missing_jobs(args, points, saved)
-    titles = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
     by_job: dict[int, dict[str, Any]] = {}
     measured: list[dict[str, Any]] = []
 
@@ -341,7 +355,7 @@ def main(argv: Sequence[str]) -> int:
             )
 
     try:
-        for index, row in workers(measure, jobs, titles):
+        for index, row in _measured(jobs, workers, how):
             by_job[index] = row
             measured = [row for _, row in sorted(by_job.items())]
             print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
@@ -364,6 +378,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     compared = compare_guests(measured, points, args.at_least, on_board, args.rare)
     return _print_comparison(compared, args)
+
+
+def _measured(
+    jobs: Sequence[Job], workers: Workers, guests: Guests
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of jobs as they end, with the numbers of these; guests come last in ``jobs``."""
+    own = [job for job in jobs if job[1] in policies_for(job[0])]
+    yield from workers(measure, own, [f"{policy} at {point.name}" for point, policy, *_ in own])
+    # A guest's file lies on this machine, and it has a process an episode: those are spread.
+    for index, job in enumerate(jobs[len(own) :], len(own)):
+        yield index, measure(*job, guests, workers)
 
 
 def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> int:
@@ -458,9 +483,8 @@ def _missing_jobs(
             for at in played if compared or name not in done else ():
                 apart = guests and (compared or repeated)
                 first = derived_seed(root, at.name) if apart else seed
-                policy = _resolve_guest(at, name, args) if name in guests else name
-                jobs.append((at, policy, args.quick, first))
-    return sorted(jobs, key=lambda job: not isinstance(job[1], str))
+                jobs.append((at, name, args.quick, first))
+    return sorted(jobs, key=lambda job: job[1] in guests)
 
 
 def _unseen(point: Point, seed: int) -> Point:
@@ -478,14 +502,6 @@ def _is_current(row: Mapping[str, Any], point: Point) -> bool:
     return row["point"] == point.name and all(
         settings.get(key, value) == value for key, value in kwargs.items()
     )
-
-
-def _resolve_guest(point: Point, name: str, args: argparse.Namespace) -> EvaluatedPolicy:
-    problem = problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs})
-    how = {"in_process": args.in_process, "time_limit_s": args.time_limit}
-    policy = resolve(name, problem, point.family, **how)
-    policy.close()  # until it is measured
-    return policy
 
 
 def compare_guests(

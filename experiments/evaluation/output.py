@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from servegym._files import csv_rows, write_csv, write_text
+from servegym._files import write_json as write_plain
 
 __all__ = [
     "check_writable",
@@ -68,11 +67,8 @@ def _plain(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-    """Write ``content`` as JSON, atomically; NaN becomes null. A list of numbers is one line."""
-    text = json.dumps(_plain(content), indent=2, allow_nan=False)
-    numbers = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
-    text = numbers.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
-    write_text(path, text + "\n")
+    """`servegym._files.write_json` with null for NaN."""
+    write_plain(path, _plain(content))
 
 
 def read_rows(

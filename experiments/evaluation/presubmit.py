@@ -44,12 +44,12 @@ from servegym.agents.lib.parallel import SERIAL, Executor, Workers
 from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.prefix_routing.gateway_files import SUFFIXES, read_gateway_file
 from servegym.baselines.protocol import Policy
-from servegym.envs.families import FAMILIES, Family, family_of
+from servegym.envs.families import FAMILIES
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed
-from servegym.experiments.evaluation.guest import TIME_LIMIT_S
+from servegym.experiments.evaluation.guest import Guests
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
-from servegym.experiments.evaluation.play import EvaluatedPolicy, open_envs, play, problem_of
+from servegym.experiments.evaluation.play import open_envs, play, problem_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, enough_for, noninferiority, unseen_losses
 from servegym.experiments.evaluation.targets import (
@@ -101,7 +101,7 @@ class Rules:
     margin: float = 0.02
     margin_time: float = 0.1
     total_time_s: float = 3600.0
-    time_limit_s: float = TIME_LIMIT_S
+    time_limit_s: float = Guests.time_limit_s
     rare: float | None = None
 
     def __post_init__(self) -> None:
@@ -134,10 +134,10 @@ def episodes_of(
     arguments: Mapping[str, Any],
     first: int,
     episodes: int,
-    executor: Executor = SERIAL,
+    **how: Any,
 ) -> list[Played]:
-    """Play each policy on the episodes from seed ``first`` on."""
-    rows = evaluate(ENV_ID, policies, episodes, first, arguments, executor=executor)
+    """Play each policy on the episodes from seed ``first`` on; ``how`` is `evaluate`'s."""
+    rows = evaluate(ENV_ID, policies, episodes, first, arguments, **how)
     played = []
     for name, logs in rows.logs.items():
         numbers = [
@@ -219,7 +219,8 @@ def presubmit(
     fleet, title = (None, scenario) if isinstance(scenario, str) else (scenario, GIE)
     choose("scenario", title, RATES)
     chosen = [real("rates", rate, 0.0, open_low=True) for rate in rates or RATES[title]]
-    rules, family = rules or Rules(), family_of(ENV_ID)
+    rules = rules or Rules()
+    how: dict[str, Any] = {"executor": executor, "guests": Guests(rules.time_limit_s)}
     root = fresh_seed() if seed is None else seed
     deadline = time.monotonic() + rules.total_time_s
     most = max(rules.max_episodes, 0 if rules.rare is None else enough_for(rules.rare))
@@ -232,12 +233,11 @@ def presubmit(
         first = derived_seed(root, title, f"{rate:g}")
         at_rate: list[Row] = []
         try:
-            resolved = _resolved(policy, family, arguments, rules)
             played = [Played()] * (1 + len(against))
             count, more = 0, rules.episodes
             while not at_rate or (more > 0 and time.monotonic() < deadline):
                 echo(f"{rate:g} requests/s: episodes {count + 1} to {count + more}")
-                new = episodes_of([resolved, *against], arguments, first + count, more, executor)
+                new = episodes_of([policy, *against], arguments, first + count, more, **how)
                 played = [
                     Played(*map(np.append, old, further))
                     for old, further in zip(played, new, strict=True)
@@ -252,7 +252,7 @@ def presubmit(
                 decided = "failed" in verdicts or "not told" not in verdicts
                 more = 0 if decided else min(count, most - count)
         except PolicyError:
-            _refuse_others(policy, rules)
+            _refuse_others(policy, how["guests"])
             raise
         full = KV_RATES[100] if scenario == GIE else math.inf
         for row in at_rate:
@@ -264,21 +264,15 @@ def presubmit(
     return rows
 
 
-def _resolved(
-    policy: str, family: Family, arguments: Mapping[str, Any], rules: Rules
-) -> EvaluatedPolicy:
-    problem = problem_of(family.env_id, {"split": "eval", **arguments})
-    return resolve(policy, problem, family, time_limit_s=rules.time_limit_s)
-
-
-def _refuse_others(policy: str, rules: Rules) -> None:
+def _refuse_others(policy: str, guests: Guests) -> None:
     """Refuse a policy that has failed and decides for another family, by a ValueError."""
     for family in FAMILIES:
         if ENV_ID in family.env_ids or not policy.endswith(".py"):
             continue
         try:
-            resolved = _resolved(policy, family, {}, rules)
-            next(play(open_envs(family, resolved, 1, {"split": "eval"}), resolved))
+            problem = problem_of(family.env_id, {})
+            resolved = resolve(policy, problem, family, guests=guests)
+            next(play(open_envs(family, resolved, 1, {}), resolved))
         except ValueError:  # a PolicyError, too: it fails there as well
             continue
         raise ValueError(

@@ -22,7 +22,7 @@ from servegym.baselines.prefix_routing.plugins import GatewayPolicy
 from servegym.baselines.protocol import CallablePolicy, Policy, PredictPolicy, shapes_of
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.envs.families import FAMILIES, Family
-from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
+from servegym.experiments.evaluation.guest import APART, GuestPolicy, Guests
 from servegym.experiments.evaluation.play import GUEST_IN_PROCESS, EvaluatedPolicy
 from servegym.experiments.evaluation.reporting import report_of
 
@@ -33,8 +33,7 @@ def resolve(
     family: Family,
     *,
     view: str = "graph",
-    in_process: bool = False,
-    time_limit_s: float = TIME_LIMIT_S,
+    guests: Guests = APART,
 ) -> EvaluatedPolicy:
     """Turn the name of a policy or shipped checkpoint, a path or a policy into what is evaluated.
 
@@ -47,8 +46,7 @@ def resolve(
             name; None where only the name is checked.
         family: The environment family.
         view: Of the id that it is evaluated on: what it reads if nothing says otherwise.
-        in_process: Run a guest in this process.
-        time_limit_s: Seconds that a guest may take for one answer.
+        guests: How a guest runs.
 
     Raises:
         ValueError: If a name is unknown and no such file exists, or a policy asks for what it may
@@ -68,8 +66,8 @@ def resolve(
         resolved.env_view = resolved.env_view or view
         _check_requests(resolved, family, report.interface + report.serving)
     else:
-        if not in_process:
-            resolved = GuestPolicy(policy, system, time_limit_s)
+        if not guests.in_process:
+            resolved = GuestPolicy(policy, system, guests.time_limit_s)
         else:
             policy = policy_from_file(policy, system) if isinstance(policy, Path) else policy
             resolved = EvaluatedPolicy(policy, policy.name, GUEST_IN_PROCESS)
@@ -168,7 +166,8 @@ def _fitting_view(policy: EvaluatedPolicy, problem: Any, family: Family, view: s
     module, known = import_module(f"servegym.envs.{family.name}.env"), {}
     for other in dict.fromkeys((view, *family.views)):
         env = getattr(module, f"{family.views[other].partition('-')[0]}Env")
-        known[other] = shapes_of(env.make_observation_space(env.make_problem(problem.arguments)))
+        made = env.make_problem(dict(problem.arguments))
+        known[other] = shapes_of(env.make_observation_space(made))
         if known[other] == policy.observation_shapes:
             return other
     has = "; ".join(f"{name} {shapes.get('', 'Dict')}" for name, shapes in known.items())

@@ -39,6 +39,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from servegym._checks import one_or_pair, real, whole
+from servegym._command_line import interrupt_on_signals
 from servegym.agents.lib.parallel import Executor, Workers
 from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
 from servegym.baselines.prefix_routing.plugins import GATEWAYS
@@ -60,7 +61,7 @@ from servegym.experiments.evaluation.targets import (
     fleet_arguments,
     knee,
 )
-from servegym.experiments.sweeps.run import JOURNAL, interrupt_on_sigterm, lock, mend_journal
+from servegym.experiments.sweeps.run import JOURNAL, lock, mend_journal
 
 GENERATION = 32  # candidates that are asked for together
 RUNGS = {1: 1, 3: 2, 9: 4}
@@ -482,7 +483,7 @@ def main(argv: Sequence[str]) -> int:
     player = Player(workers, args.workers)
     chosen_by = {"rates": rates, "budget": args.budget, "seed": args.seed}
     try:
-        with lock(args.out), interrupt_on_sigterm():
+        with lock(args.out), interrupt_on_signals():
             result = tune(targets, args.out, player, **chosen_by)
     except KeyboardInterrupt as stop:
         print(f"\nstopped; the same command goes on from {args.out}", file=sys.stderr)

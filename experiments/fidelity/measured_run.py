@@ -24,10 +24,11 @@ from servegym._files import (
     json_rows,
     parse_moment,
     parse_number,
+    read_json,
 )
 from servegym.envs.workloads.traces import read_requests
 from servegym.hardware_profiles.host import plans_ahead
-from servegym.hardware_profiles.schema import Fields, read_json
+from servegym.hardware_profiles.schema import Fields
 
 Array = NDArray[np.float64]
 

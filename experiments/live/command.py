@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from servegym.experiments.cli import command_parser
 from servegym.experiments.live.fleet_file import Endpoint
 
 FOLDER = Path("servegym-real")
@@ -21,25 +21,16 @@ def _lines(servers: Sequence[tuple[Endpoint, str]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym real``; 1 if ``status`` finds a server that does not answer."""
-    parser = argparse.ArgumentParser(
-        prog="servegym real", description="Real inference servers beside the simulator (Linux)."
-    )
+    parser = command_parser("real")
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("up", help="start the servers of FLEET.toml in the background")
     start.add_argument("fleet", type=Path, metavar="FLEET.toml")
-    for one in (
-        start,
-        commands.add_parser("status", help="the servers that run and whether they answer"),
-        commands.add_parser("down", help="end them"),
-    ):
-        one.add_argument(
-            "--folder", type=Path, default=FOLDER, help=f"logs, models, endpoints ({FOLDER})"
-        )
-    commands.add_parser(
-        "compare",
-        help="serve the same requests by real servers and by their simulation",
-        add_help=False,
-    )
+    status = commands.add_parser("status", help="the servers that run and whether they answer")
+    text = f"logs, models, endpoints ({FOLDER})"
+    for one in (start, status, commands.add_parser("down", help="end them")):
+        one.add_argument("--folder", type=Path, default=FOLDER, help=text)
+    text = "serve the same requests by real servers and by their simulation"
+    commands.add_parser("compare", help=text, add_help=False)
     options, words = parser.parse_known_args(arguments)
     if options.command == "compare":
         from servegym.experiments.live import compare

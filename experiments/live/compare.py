@@ -22,11 +22,14 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from servegym._checks import real, whole
+from servegym._checks import real
 from servegym._files import write_columns
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.guest import IN_PROCESS
 from servegym.experiments.evaluation.output import print_table, read_rows, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
@@ -50,24 +53,33 @@ QUANTITIES = ("ttft_s", "tpot_s", "e2e_s")
 WORLDS = ("real", "simulated")
 IDS = (FIRST_WORD, VOCABULARY)
 """Token ids that are words."""
+LOG = ("arrival_s", "first_token_s", "finish_s", "output_tokens", "score")
+"""Columns of what became of the requests."""
 START_S = 0.5
 """Seconds before the first request."""
 
 Row = dict[str, Any]
 
 
+def _loads(argument: str, value: Sequence[Any]) -> tuple[float, ...]:
+    try:
+        return tuple(real(argument, float(one), 0.0, 3.0, open_low=True) for one in value)
+    except ValueError as error:
+        raise ValueError(f"loads: {error}; give numbers such as 0.5,0.8") from None
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Arguments):
     """What is compared."""
 
-    policies: tuple[str, ...] = POLICIES  # names or checkpoints
-    loads: tuple[float, ...] = LOADS  # of the fleet's capacity, see `capacity`
-    repetitions: int = 3  # of each policy at each load, with other requests each
-    requests: int = 300  # of a run
-    sweep: int = 16  # requests a load and prompt length of the calibration
+    policies: tuple[str, ...] = arg.other(POLICIES, "names or checkpoints")
+    loads: tuple[float, ...] = arg.other(LOADS, "of the fleet's capacity", _loads)
+    repetitions: int = arg.whole(3, 1, "of each policy at each load, with other requests each")
+    requests: int = arg.whole(300, 1, "requests of a run", high=100_000)
+    sweep: int = arg.whole(16, 1, "requests a load and prompt length of the calibration")
 
 
-QUICK = Plan(POLICIES[:3], (0.8,), 1, 40, 4)
+QUICK = Plan(policies=POLICIES[:3], loads=(0.8,), repetitions=1, requests=40, sweep=4)
 
 
 @dataclass
@@ -78,8 +90,7 @@ class Run:
     load: float  # share of the fleet's capacity
     repetition: int
     arguments: dict[str, Any]  # of the environment that plays the same requests
-    requests: list[Row]  # rows of their file
-    records: list[Row]  # what became of each
+    records: list[Row]  # what became of each request
 
 
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
@@ -168,7 +179,7 @@ def _serve(
             router.failed(name)
             return
         router.finished(name)
-        record["first_s"] = sent + reply.ttft_s
+        record["first_token_s"] = sent + reply.ttft_s
         record["finish_s"] = sent + reply.e2e_s
         record["output_tokens"] = reply.output_tokens
 
@@ -187,6 +198,11 @@ def _serve(
                 "decision_s": decision.elapsed_s,
                 "reason": decision.reason,
                 "late_s": router.clock() - request["arrival_s"],
+                "arrival_s": request["arrival_s"],
+                "first_token_s": None,
+                "finish_s": None,
+                "output_tokens": 1,
+                "score": 0.0 if decision.dropped else request[f"score_{names[k]}"],
             }
             records.append(record)
             if not decision.dropped:
@@ -255,15 +271,15 @@ def run(
         for number, (load, policy, repetition) in enumerate(order):
             if fleet.dead():
                 raise ValueError(f"server {fleet.dead()[0]!r} has ended; see its log in {folder}")
-            requests = read_rows(arguments[load, repetition]["requests_file"])
+            given = arguments[load, repetition]
+            requests = read_rows(given["requests_file"])
             routers[policy].policy.reset(1, seed=repetition)
             gc.collect()
             gc.disable()
             records = _serve(servers, routers[policy], requests, repetition)
             gc.enable()
-            result = Run(policy, load, repetition, arguments[load, repetition], requests, records)
-            runs.append(result)
-            write_json(raw / f"{number:03d}.json", asdict(result))
+            runs.append(Run(policy, load, repetition, given, records))
+            write_json(raw / f"{number:03d}.json", asdict(runs[-1]))
             failed = [r["error"] for r in records if r.get("error")]
             print(
                 f"{number + 1}/{len(order)} {policy} {load:g}: {len(records)} requests, "
@@ -279,7 +295,7 @@ def run(
 def outcome(
     world: str, run: Run, latency_s: float, log: Mapping[str, np.ndarray] | np.ndarray
 ) -> Row:
-    """The row of a run in a world; of its log (K,) it reads the columns of `_real_log`."""
+    """The row of a run in a world; of its log (K,) it reads `LOG` and ``served``."""
     tokens, latency = np.maximum(log["output_tokens"], 1), log["finish_s"] - log["arrival_s"]
     times = {
         "ttft_s": log["first_token_s"] - log["arrival_s"],
@@ -299,26 +315,15 @@ def outcome(
     }
 
 
-def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The log of a real run, as `outcome` reads it."""
-    rows = [
-        {
-            "arrival_s": request["arrival_s"],
-            "first_token_s": record.get("first_s", np.nan),
-            "finish_s": record.get("finish_s", np.nan),
-            "output_tokens": record.get("output_tokens", 1),
-            "score": request[f"score_{names[record['expert']]}"] if record["expert"] >= 0 else 0.0,
-        }
-        for request, record in zip(run.requests, run.records, strict=True)
-    ]
-    log = {key: np.array([row[key] for row in rows]) for key in rows[0]}
+def _real_log(run: Run) -> dict[str, np.ndarray]:
+    log = {key: np.array([one[key] for one in run.records], np.float64) for key in LOG}
     return log | {"served": np.isfinite(log["finish_s"])}
 
 
 def _simulated_log(run: Run) -> dict[str, np.ndarray]:
     """The log of the policy in closed loop on the same requests."""
     env_id, policies, seed = "servegym/LLMRouting-v1", [run.policy], run.repetition
-    results = evaluate(env_id, policies, 1, seed, run.arguments, in_process=True)
+    results = evaluate(env_id, policies, 1, seed, run.arguments, guests=IN_PROCESS)
     (log,) = next(iter(results.logs.values()))
     return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
@@ -333,10 +338,9 @@ def analyse(
     origin: Mapping[str, Any],
 ) -> None:
     """Simulate what `run` has returned; write and print tables of the runs, errors and QoS."""
-    names = [one.name for one in servers]
     rows: list[Row] = []
     for one in runs:
-        rows.append(outcome("real", one, latency_s, _real_log(one, names)))
+        rows.append(outcome("real", one, latency_s, _real_log(one)))
         rows.append(outcome("simulated", one, latency_s, _simulated_log(one)))
     errors, qos = error_rows(rows), qos_rows(rows)
     notes = [
@@ -349,7 +353,7 @@ def analyse(
     notes.append(tables.note(f"{text}{len(records)} by the fallback", decisions=len(records)))
     facts = ("name", "engine", "slots", "context", "cores")
     settings = {
-        **asdict(plan),
+        **plan.values(),
         "capacity_rps": capacity_rps,
         "latency_requirement_s": latency_s,
         "servers": [{key: getattr(one, key) for key in facts} for one in servers],
@@ -434,23 +438,6 @@ def default_fleet(cores: int) -> list[ServerSpec]:
     ]
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    """The plan of a command line."""
-    changes: dict[str, Any] = {}
-    if options.policies:
-        changes["policies"] = tuple(options.policies.split(","))
-    if options.loads:
-        try:
-            loads = tuple(float(part) for part in options.loads.split(","))
-        except ValueError:
-            raise ValueError(f"loads is {options.loads!r}; give numbers such as 0.5,0.8") from None
-        changes["loads"] = tuple(real("loads", one, 0.0, 3.0, open_low=True) for one in loads)
-    for name in ("repetitions", "requests", "sweep"):
-        if getattr(options, name) is not None:
-            changes[name] = whole(name, getattr(options, name), 1, 100_000)
-    return replace(QUICK if options.quick else Plan(), **changes)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym real compare``."""
     parser = argparse.ArgumentParser(
@@ -460,14 +447,16 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("fleet", nargs="?", type=Path, help="FLEET.toml (two llama.cpp servers, a core each)")
     add("--quick", action="store_true", help="a smoke run of about a minute")
-    add("--policies", help=f"names or checkpoints ({','.join(POLICIES)})")
-    add("--loads", help="of the fleet's capacity (0.5,0.8,1.1)")
-    add("--repetitions", type=int, help="runs of a policy at a load (3)")
-    add("--requests", type=int, help="requests of a run (300)")
-    add("--sweep", type=int, help="requests a load and prompt length of the calibration (16)")
+    for name, value in Plan().values().items():
+        several = isinstance(value, tuple)
+        shown = ",".join(map(str, value)) if several else value
+        parse: Any = (lambda text: text.split(",")) if several else int
+        add(f"--{name}", help=f"{Plan.described()[name].text} ({shown})", type=parse)
     add("--folder", type=Path, default=Path("servegym-compare"), help="logs, records, tables")
     options = parser.parse_args(arguments)
-    plan = _plan(options)
+    asked = {name: getattr(options, name) for name in Plan.described()}
+    changes = {name: value for name, value in asked.items() if value is not None}
+    plan = replace(QUICK if options.quick else Plan(), **changes)
     specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
     command = shlex.join([*parser.prog.split(), *arguments])
     origin = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))

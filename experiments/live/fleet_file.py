@@ -29,62 +29,67 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from servegym._checks import mapping, whole
 from servegym._files import write_json
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments
 
 ENGINES = ("llama.cpp", "vllm", "simulated")
 LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
+def _name(argument: str, value: Any) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        form = "it must be of letters, digits, '-', '_' and '.'"
+        raise ValueError(f"{argument} is {value!r}; {form}")
+    return value
+
+
+def _text(argument: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{argument} is {value!r}; it must be a text")
+    return value
+
+
+def _cores(argument: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{argument} is {value!r}; it must be a list of whole numbers")
+    return tuple(whole(argument, core, 0, (os.cpu_count() or 1) - 1) for core in value)
+
+
 @dataclass(frozen=True)
-class ServerSpec:
+class ServerSpec(Arguments):
     """One server of a fleet: the fields of a ``[[server]]``.
 
     Raises:
         ValueError: Naming the field, what was given and what is allowed.
     """
 
-    name: str
-    engine: str
-    model: str = ""
-    slots: int = 8
-    context: int = 512
-    cores: tuple[int, ...] = ()
-    host: str = LOOPBACK
-    port: int = 0
-    batched_tokens: int = 2048
-    python: str = ""
-    profile: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = arg.other("", "also the model's name in requests", _name)
+    engine: str = arg.choice("", ENGINES, "what serves")
+    model: str = arg.other("", "weights, or the model's name in requests", _text)
+    slots: int = arg.whole(8, 1, "requests that run at a time", high=4096)
+    context: int = arg.whole(512, 2, "tokens of prompt and output of a request", high=1 << 24)
+    cores: tuple[int, ...] = arg.other((), "processor cores; none are all", _cores)
+    host: str = arg.other(LOOPBACK, "address that it listens on", _text)
+    port: int = arg.whole(0, 0, "0 takes a free one", high=65535)
+    batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration", high=1 << 24)
+    python: str = arg.other("", "interpreter of the engine, by default this one", _text)
+    profile: str = arg.other("", "hardware profile, by name or file", _text)
+    options: Mapping[str, Any] = arg.other({}, "further arguments of the engine", mapping)
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            form = "it must be of letters, digits, '-', '_' and '.'"
-            raise ValueError(f"name is {self.name!r}; {form}")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
-        if self.engine == "simulated" and not self.profile:
-            raise ValueError("profile is missing; engine = 'simulated' needs one")
-        if self.engine != "simulated" and not self.model:
-            raise ValueError(f"model is missing; engine = {self.engine!r} needs one")
+        super().__post_init__()
+        needed = "profile" if self.engine == "simulated" else "model"
+        if not getattr(self, needed):
+            raise ValueError(f"{needed} is missing; engine = {self.engine!r} needs one")
         if self.engine == "vllm" and self.model.startswith("random:"):
             raise ValueError(f"model is {self.model!r}; engine = 'vllm' needs a folder")
-        for key, low, high in (
-            ("slots", 1, 4096),
-            ("context", 2, 1 << 24),
-            ("batched_tokens", 1, 1 << 24),
-            ("port", 0, 65535),
-        ):
-            value = getattr(self, key)
-            if not low <= value <= high:
-                raise ValueError(f"{key} is {value}; it must be in {low}..{high}")
-        cores = os.cpu_count() or 1
-        if any(not 0 <= core < cores for core in self.cores):
-            raise ValueError(f"cores is {list(self.cores)}; this machine has 0..{cores - 1}")
 
     def endpoint(self, port: int, pid: int = 0, log: str = "") -> Endpoint:
         """Where it is found once it runs as a process at a port."""
@@ -109,32 +114,17 @@ class Endpoint:
     profile: str = ""
 
 
-_OTHER = {"int": int, "tuple[int, ...]": list, "Mapping[str, Any]": dict}
-_TYPES: dict[str, type] = {one.name: _OTHER.get(str(one.type), str) for one in fields(ServerSpec)}
-
-
 def _spec(entry: object, folder: Path) -> ServerSpec:
     """One ``[[server]]``; relative files are taken from ``folder``."""
     if not isinstance(entry, Mapping):
         raise ValueError("must be a table: write [[server]]")
     values = dict(entry)
-    for key, value in values.items():
-        if key not in _TYPES:
-            raise ValueError(f"field {key!r} is unknown; there are {', '.join(_TYPES)}")
-        if not isinstance(value, _TYPES[key]) or isinstance(value, bool):
-            raise ValueError(f"{key} is {value!r}; it must be of type {_TYPES[key].__name__}")
-    for key in ("name", "engine"):
-        if key not in values:
-            raise ValueError(f"{key} is missing")
-    cores = values.pop("cores", [])
-    if not all(isinstance(core, int) and not isinstance(core, bool) for core in cores):
-        raise ValueError(f"cores is {cores!r}; it must be a list of whole numbers")
     for key in ("model", "python", "profile"):
-        value = values.get(key, "")
+        value = _text(key, values.get(key, ""))
         if value and not value.startswith("random:") and (folder / value).exists():
             # Not resolved: the interpreter of a virtual environment is a link that must stay one.
             values[key] = os.path.abspath(folder / value)
-    return ServerSpec(cores=tuple(cores), **values)
+    return ServerSpec.fill(values)
 
 
 def read_fleet(path: str | os.PathLike[str]) -> list[ServerSpec]:

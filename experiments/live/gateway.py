@@ -145,6 +145,7 @@ class GatewayRouter:
         clock: Callable[[], float] = time.monotonic,
         budget_s: float | None = 0.01,
     ) -> None:
+        from servegym.experiments.evaluation.guest import IN_PROCESS
         from servegym.experiments.evaluation.resolve import resolve
 
         if budget_s is not None and not budget_s > 0:
@@ -153,7 +154,7 @@ class GatewayRouter:
         if self.problem.fleets is not None:
             raise ValueError("fleet is drawn anew in every episode; describe one fleet")
         self.system = describe_system(self.problem)
-        resolved = resolve(policy, self.problem, family_named("llm_routing"), in_process=True)
+        resolved = resolve(policy, self.problem, family_named("llm_routing"), guests=IN_PROCESS)
         if resolved.env_view != "graph" or resolved.needs_env:
             reads = "the environment" if resolved.needs_env else f"view {resolved.env_view!r}"
             raise ValueError(
@@ -162,7 +163,7 @@ class GatewayRouter:
         self.name, self.policy = resolved.name, resolved.policy
         self.policy.reset(1, seed=0)
         self.clock, self.budget_s = clock, budget_s
-        self.latency_requirement_s = float(np.mean(self.problem.latency_requirement_s))
+        self.latency_requirement_s = float(np.mean(self.problem.arguments.latency_requirement_s))
         self.counters = Counters()
         self.off = ""
         self._blocked_calls = 0
@@ -287,16 +288,14 @@ class GatewayRouter:
         for k in range(n):
             share = 1.0 / self._blocks[k]
             used = 0
-            for i, one in enumerate(running[k][:r]):
-                prompt_tokens = int(one.predictions[0][k])
-                blocks = -(-(prompt_tokens + one.generated) // self._block)
-                used += blocks
-                observation["running"][0, k, i] = self._features(one, now, blocks * share)
-            for i, one in enumerate(waiting[k][:w]):
-                observation["waiting"][0, k, i] = self._features(one, now, 0.0)
+            for name, queue, shown in (("running", running[k], r), ("waiting", waiting[k], w)):
+                for i, one in enumerate(queue[:shown]):
+                    tokens = int(one.predictions[0][k]) + one.generated
+                    blocks = -(-tokens // self._block) if name == "running" else 0
+                    used += blocks
+                    observation[name][0, k, i] = self._features(one, now, blocks * share)
+                observation[f"{name}_mask"][0, k, : len(queue)] = 1
             observation["experts"][0, k] = used * share, len(running[k][:r]), len(waiting[k])
-            observation["running_mask"][0, k, : len(running[k])] = 1
-            observation["waiting_mask"][0, k, : len(waiting[k])] = 1
             blocks = -(-int(prompt[k] + self._longest) // self._block)
             mask[0, k + 1] = len(waiting[k]) < w and blocks <= self._blocks[k]
         return observation, mask

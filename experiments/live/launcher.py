@@ -7,7 +7,6 @@ the process that started it, also when that process is killed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
@@ -21,10 +20,10 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 from servegym._command_line import install_line, run_main
-from servegym._files import write_text
+from servegym._files import locked, write_text
 from servegym.experiments.live import fleet_file, llama_server, watchdog
 from servegym.experiments.live.models import make_model
 from servegym.hardware_profiles import load
@@ -67,20 +66,10 @@ def _tail(path: Path) -> str:
     return f"{end}; the disk of {path.parent} is full" if full else end
 
 
-def _lock(folder: Path) -> IO[bytes]:
-    """Hold a folder for the servers of one fleet, until the file is closed or the process ends.
-
-    Raises:
-        ValueError: If another holds it.
-    """
+def _hold(folder: Path) -> BinaryIO:
+    """Hold a folder for the servers of one fleet; refuse one that another holds."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"{folder}: servers run there; `servegym real down` ends them") from None
-    return file
+    return locked(folder / "lock", f"{folder}: servers run there; `servegym real down` ends them")
 
 
 def _wait(endpoint: fleet_file.Endpoint, keeper: subprocess.Popen[bytes]) -> None:
@@ -114,19 +103,19 @@ def command(
         raise ValueError(f"server {spec.name!r}: python is {spec.python!r}; no program is there")
     threads = max(1, len(spec.cores))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    flags: dict[str, object] = {"model": model, "host": spec.host, "port": port}
     if spec.engine == "llama.cpp":
         if not spec.python and importlib.util.find_spec("xllamacpp") is None:
             raise ValueError(
                 f"server {spec.name!r}: xllamacpp is not installed; {install_line('real')}"
             )
-        words = [python, str(Path(llama_server.__file__)), *_flags(model=model, name=spec.name)]
-        words += _flags(slots=spec.slots, context=spec.context, threads=threads)
-        words += _flags(host=spec.host, port=port, batched_tokens=spec.batched_tokens)
+        words = [python, llama_server.__file__]
+        flags |= {"name": spec.name, "slots": spec.slots, "context": spec.context}
+        flags |= {"batched_tokens": spec.batched_tokens, "threads": threads}
     elif spec.engine == "vllm":
         words = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-        words += _flags(model=model, served_model_name=spec.name, dtype="bfloat16")
-        words += _flags(max_num_seqs=spec.slots, max_model_len=spec.context)
-        words += _flags(host=spec.host, port=port, max_num_batched_tokens=spec.batched_tokens)
+        flags |= {"served_model_name": spec.name, "dtype": "bfloat16", "max_num_seqs": spec.slots}
+        flags |= {"max_model_len": spec.context, "max_num_batched_tokens": spec.batched_tokens}
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores)) or "auto"
@@ -138,18 +127,12 @@ def command(
         except ValueError as error:
             raise ValueError(f"server {spec.name!r}: {error}") from None
         words = [python, "-m", "servegym.experiments.live.serve.command"]
-        words += _flags(name=spec.name, model=spec.model or spec.name, profile=spec.profile)
-        words += _flags(slots=spec.slots, context=spec.context, host=spec.host, port=port)
-        more = {"batched_tokens": spec.batched_tokens, **spec.options}
-        return words + _flags(**more), environment
-    more = [word for key, value in spec.options.items() for word in (f"--{key}", str(value))]
-    return words + more, environment
-
-
-def _flags(**values: Any) -> list[str]:
-    """Words of a command line, in which ``_`` of a name is ``-``."""
-    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in values.items())
-    return [word for pair in pairs for word in pair]
+        flags |= {"name": spec.name, "model": spec.model or spec.name, "profile": spec.profile}
+        flags |= {"slots": spec.slots, "context": spec.context}
+        flags["batched_tokens"] = spec.batched_tokens
+    for key, value in {**flags, **spec.options}.items():
+        words += [f"--{key.replace('_', '-')}", str(value)]
+    return words, environment
 
 
 class Fleet:
@@ -167,12 +150,12 @@ class Fleet:
     """
 
     def __init__(
-        self, specs: Sequence[fleet_file.ServerSpec], folder: Path, lock: IO[bytes] | None = None
+        self, specs: Sequence[fleet_file.ServerSpec], folder: Path, lock: BinaryIO | None = None
     ) -> None:
         self.folder = folder
         self.endpoints: list[fleet_file.Endpoint] = []
         self._keepers: list[subprocess.Popen[bytes]] = []
-        self._lock = _lock(self.folder) if lock is None else lock
+        self._lock = _hold(self.folder) if lock is None else lock
         (self.folder / ENDPOINTS).unlink(missing_ok=True)
         try:
             for spec in specs:
@@ -267,7 +250,7 @@ def up(fleet: Path, folder: Path) -> list[fleet_file.Endpoint]:
     """
     for spec in fleet_file.read_fleet(fleet):
         command(spec, Path("-"), spec.port)
-    _lock(folder).close()
+    _hold(folder).close()
     with (folder / "supervisor.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, os.fspath(fleet), os.fspath(folder)],
@@ -346,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, stop)
     threading.Thread(target=_follow, daemon=True).start()
     try:
-        lock = _lock(folder)
+        lock = _hold(folder)
         entry = {"pid": os.getpid(), "started": _started(os.getpid())}
         write_text(folder / _SUPERVISOR, json.dumps(entry))
         with Fleet(fleet_file.read_fleet(fleet), folder, lock):

@@ -21,24 +21,6 @@ HEAD_SIZE = 64
 _SHAPE = re.compile(r"random:([0-9]{1,3})x([0-9]{2,5})")
 
 
-def parse_shape(model: str) -> tuple[int, int] | None:
-    """Layers and width of ``random:LAYERSxWIDTH``, None for anything else.
-
-    Raises:
-        ValueError: If the text begins with ``random:`` and is not of that form.
-    """
-    if not model.startswith("random:"):
-        return None
-    shape = _SHAPE.fullmatch(model)
-    layers, width = map(int, shape.groups()) if shape else (0, 0)
-    if layers < 1 or width < HEAD_SIZE or width % HEAD_SIZE:
-        raise ValueError(
-            f"model is {model!r}; write random:LAYERSxWIDTH with at least one layer and a width "
-            f"that is a multiple of {HEAD_SIZE}, such as random:8x384"
-        )
-    return layers, width
-
-
 def make_model(model: str, context: int, folder: Path) -> Path:
     """The path of a model; of ``random:LAYERSxWIDTH`` a file in ``folder``, for so long a context.
 
@@ -47,13 +29,18 @@ def make_model(model: str, context: int, folder: Path) -> Path:
     Raises:
         ValueError: If there is no such file, or the shape cannot be read.
     """
-    shape = parse_shape(model)
-    if shape is None:
+    if not model.startswith("random:"):
         path = Path(model)
         if not path.exists():
             raise ValueError(f"model is {model!r}; there is no such file and it is not random:LxW")
         return path
-    layers, width = shape
+    shape = _SHAPE.fullmatch(model)
+    layers, width = map(int, shape.groups()) if shape else (0, 0)
+    if layers < 1 or width < HEAD_SIZE or width % HEAD_SIZE:
+        raise ValueError(
+            f"model is {model!r}; write random:LAYERSxWIDTH with at least one layer and a width "
+            f"that is a multiple of {HEAD_SIZE}, such as random:8x384"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"random-{layers}x{width}-{context}.gguf"
     if not path.exists():

@@ -1,14 +1,10 @@
 """The papers' claims against the committed results: ``servegym claims [FAMILY]``.
 
 Nothing is computed anew: each claim reads the CSV that the script of its figure left, so the table
-follows the results. One rule, `verdicts.judge`, judges every figure in percent by the logarithms of
-what remains: within a factor of two of the paper's it *agrees* ("at least": from there on), with
-the same sign it is the *same direction*, else it *disagrees*. A change whose interval holds zero
-*disagrees* if the interval excludes agreement and is *open* if not; so is a gain over a reference
-that learnt too little.
-Claims without a figure agree where they hold in every setting looked at, *in part* where they hold
-in some. A paper is judged at the settings that it names: *elsewhere* marks findings with other
-models, fees, cards, fleets or rates, which are no verdicts and are not counted.
+follows the results. `verdicts.judge` judges a figure in percent, `verdicts.holds` a claim without
+one; a gain over a reference that learnt too little is *open*. A paper is judged at the settings
+that it names: *elsewhere* marks findings with other models, fees, cards, fleets or rates, which are
+no verdicts and are not counted.
 """
 
 from __future__ import annotations
@@ -25,19 +21,10 @@ from servegym.experiments.papers.placement import claims as claims_placement
 from servegym.experiments.papers.prefix import claims as claims_prefix
 from servegym.experiments.papers.routing import claims as claims_routing
 from servegym.experiments.papers.serverless import claims as claims_serverless
-from servegym.experiments.papers.verdicts import (
-    AGREES,
-    DIRECTION,
-    DISAGREES,
-    ELSEWHERE,
-    IN_PART,
-    OPEN,
-    Claim,
-    Finding,
-)
+from servegym.experiments.papers.study import RESULTS
+from servegym.experiments.papers.verdicts import Claim, Finding
 
-RESULTS = Path(__file__).parents[1] / "results"
-VERDICTS = (AGREES, DIRECTION, IN_PART, DISAGREES, OPEN)
+VERDICTS = ("agrees", "same direction", "in part", "disagrees", "open")
 CLAIMS: tuple[Claim, ...] = tuple(
     claim._replace(family=module.__name__.split(".")[-2])
     for module in (claims_routing, claims_serverless, claims_placement, claims_prefix)
@@ -45,12 +32,7 @@ CLAIMS: tuple[Claim, ...] = tuple(
 )
 """Every claim that a committed table can be held against, paper by paper in its order."""
 
-TITLES = {
-    family.group: family.heading
-    for family in FAMILIES
-    if any(claim.family == family.group for claim in CLAIMS)
-}
-"""Families with a paper, or with published statements."""
+TITLES = {family.group: family.heading for family in FAMILIES}
 
 
 def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
@@ -61,7 +43,7 @@ def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
     """
     path = folder / claim.family / f"{claim.source}.csv"
     if not path.exists():
-        return [Finding("", "not measured here", OPEN)]
+        return [Finding("", "not measured here", "open")]
     return list(claim.read(read_rows(path)))
 
 
@@ -79,7 +61,7 @@ def lines(family: str, folder: Path = RESULTS) -> list[list[str]]:
 
 def tally(family: str, folder: Path = RESULTS) -> str:
     """How many findings of a family have each verdict, in words."""
-    number = Counter(verdict for *_, verdict in lines(family, folder) if verdict != ELSEWHERE)
+    number = Counter(verdict for *_, verdict in lines(family, folder) if verdict != "elsewhere")
     counts = [f"{number[verdict]} {verdict}" for verdict in VERDICTS if number[verdict]]
     return f"{number.total()} findings: {', '.join(counts)}"
 

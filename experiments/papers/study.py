@@ -1,16 +1,15 @@
-"""Tables of papers and studies: settings x policies -> columns, their notes and their picture.
+"""Tables of papers: settings x policies -> columns, their notes and their picture.
 
-A module of a family's folder here, and of the studies' in a source tree, has ``STUDIES``, a record
-for each table that it makes, and ``main``, their command line: ``servegym figures FAMILY`` runs
-them all, ``python -m servegym.experiments.papers.FAMILY.MODULE`` one module. Measuring writes the
-table (see `servegym.experiments.evaluation.tables`) and draws the picture; ``--draw`` draws the
-tables that are there and measures nothing.
+A module of a family's folder here has ``STUDIES``, a record for each table that it makes, and
+``main``, their command line: ``servegym figures FAMILY`` runs them all, ``python -m
+servegym.experiments.papers.FAMILY.MODULE`` one module. Measuring writes the table (see
+`servegym.experiments.evaluation.tables`) and draws the picture; ``--draw`` draws the tables that
+are there and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import shlex
 import sys
@@ -18,16 +17,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 from servegym._checks import choose
-from servegym.envs.families import FAMILIES, family_named
+from servegym.envs.families import family_named
 from servegym.experiments.evaluation.output import read_rows, write_text
 from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
 from servegym.experiments.papers.plotting import as_png
-
-GROUPS = tuple(family.group for family in FAMILIES)
-"""Folders of the families, here and in ``studies``."""
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The tables that come with the package, a folder a group."""
@@ -236,32 +233,21 @@ def _draw_into(options: Options, study: Study, *folders: Path) -> None:
         print(options.out / f"{study.name}.png")
 
 
-class Module(NamedTuple):
-    """A module of studies: its own name, its import name, the first line of its docstring."""
-
-    name: str
-    module: str
-    description: str
-
-
-def list_modules(family: str) -> list[Module]:
-    """The modules of a family's studies in alphabetical order, read without importing them.
+def list_modules(family: str) -> dict[str, ModuleType]:
+    """The modules of a family's studies by name, in alphabetical order.
 
     Raises:
         ValueError: If the family is unknown.
     """
-    family = family_named(family).group
-    modules = []
-    roots = [Path(root) for root in importlib.import_module("servegym.experiments").__path__]
-    paths = [*roots[0].glob(f"papers/{family}/*.py")]
-    paths += [path for root in roots for path in root.glob(f"studies/{family}/*.py")]
-    for path in sorted(paths, key=lambda path: path.stem):
-        source = path.read_text(encoding="utf-8")
-        if "\nSTUDIES = " in source:
-            first = (ast.get_docstring(ast.parse(source)) or "").split("\n", 1)[0]
-            inside = ".".join(path.with_suffix("").parts[-3:])
-            modules.append(Module(path.stem, f"servegym.experiments.{inside}", first))
-    return modules
+    group = family_named(family).group
+    names = sorted(path.stem for path in (Path(__file__).parent / group).glob("*.py"))
+    package = f"servegym.experiments.papers.{group}"
+    modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "STUDIES")}
+
+
+def _title(module: ModuleType) -> str:
+    return (module.__doc__ or "").partition("\n")[0]
 
 
 def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> int:
@@ -278,15 +264,15 @@ def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] 
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.
     """
-    modules = {module.name: module for module in list_modules(family)}
+    modules = list_modules(family)
     failed = 0
-    for module in [modules[choose("only", name, modules)] for name in only] or modules.values():
-        print(f"{module.name}: {module.description}", flush=True)
+    for name in [choose("only", name, modules) for name in only] or modules:
+        print(f"{name}: {_title(modules[name])}", flush=True)
         begin = time.perf_counter()
-        status = importlib.import_module(module.module).main(list(arguments)) or 0
+        status = modules[name].main(list(arguments)) or 0
         failed += bool(status)
         result = f"failed with status {status}" if status else "done"
-        print(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
+        print(f"{name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
     return failed
 
 
@@ -307,9 +293,9 @@ def main(argv: Sequence[str]) -> int:
     options, words = parser.parse_known_args(argv)
     if options.list:
         modules = list_modules(options.family)
-        width = max((len(figure.name) for figure in modules), default=0)
-        for figure in modules:
-            print(f"{figure.name:<{width}}  {figure.description}")
+        width = max(map(len, modules))
+        for name, module in modules.items():
+            print(f"{name:<{width}}  {_title(module)}")
         return 0
     words += ["--draw"] if options.draw else []
     return int(run_modules(options.family, options.only, words) > 0)
@@ -321,8 +307,7 @@ def list_pictures(family: str) -> dict[str, Study]:
     Raises:
         ValueError: If the family is unknown.
     """
-    modules = [importlib.import_module(module.module) for module in list_modules(family)]
-    studies = [study for module in modules for study in module.STUDIES]
+    studies = [study for module in list_modules(family).values() for study in module.STUDIES]
     return {study.name: study for study in studies if study.picture is not None}
 
 

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from servegym.experiments.evaluation.tables import Note, note
 
-AGREES, DIRECTION, DISAGREES, IN_PART, OPEN, ELSEWHERE = (
-    "agrees",
-    "same direction",
-    "disagrees",
-    "in part",
-    "open",
-    "elsewhere",
-)
+Verdict = Literal["agrees", "same direction", "in part", "disagrees", "open", "elsewhere"]
 """``elsewhere`` is no verdict: the finding is at a setting that the paper does not name."""
 
 Rows = Sequence[Mapping[str, Any]]
@@ -28,13 +21,12 @@ class Finding(NamedTuple):
     Attributes:
         setting: Fleet, model, workload and so on.
         here: Our figure.
-        verdict: ``agrees``, ``same direction``, ``disagrees``, ``in part``, ``open`` or
-            ``elsewhere``.
+        verdict: See `judge` and `holds`.
     """
 
     setting: str
     here: str
-    verdict: str
+    verdict: Verdict
 
 
 class Claim(NamedTuple):
@@ -86,7 +78,7 @@ def found_for(
 
 def judge(
     ours: float, paper: float, least: bool = False, interval: tuple[float, float] | None = None
-) -> str:
+) -> Verdict:
     """The verdict on a change of ``ours`` percent where the paper has ``paper`` percent.
 
     A change of c percent leaves 1 + c / 100 of a quantity. With the ratio of the logarithms of what
@@ -113,15 +105,15 @@ def judge(
 
     lowest, highest = (1.0, math.inf) if least else (0.5, 2.0)
     if interval is not None and interval[0] <= 0 <= interval[1]:
-        return DISAGREES if max(map(ratio, interval)) < lowest else OPEN
+        return "disagrees" if max(map(ratio, interval)) < lowest else "open"
     r = ratio(ours)
-    return AGREES if lowest <= r <= highest else DIRECTION if r > 0 else DISAGREES
+    return "agrees" if lowest <= r <= highest else "same direction" if r > 0 else "disagrees"
 
 
-def holds(cases: Iterable[bool]) -> str:
-    """The verdict on a claim that is true or false case by case."""
+def holds(cases: Iterable[bool]) -> Verdict:
+    """The verdict on a claim that is true or false case by case: *in part* where some are true."""
     true = list(cases)
-    return AGREES if all(true) else IN_PART if any(true) else DISAGREES
+    return "agrees" if all(true) else "in part" if any(true) else "disagrees"
 
 
 def percent(new: float, old: float) -> float:

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from servegym._checks import whole
-from servegym._command_line import parse_settings
+from servegym._command_line import add_settings, parse_settings
+from servegym.experiments.cli import command_parser
 from servegym.experiments.sweeps.spec import list_sweeps, read_sweep
 
 
 def main(argv: Sequence[str]) -> None:
     """Command line of ``servegym sweep``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym sweep",
-        description="Search an agent's hyper-parameters; a sweep that was stopped resumes.",
-    )
+    parser = command_parser("sweep")
     add = parser.add_argument
-    text = "a sweep file in wandb's format, or a shipped one by name"
-    add("file", nargs="?", help=text)
+    add("file", nargs="?", help="a sweep file in wandb's format, or a shipped one by name")
     add("--trials", type=int, default=20, help="finished runs in the end (%(default)s)")
-    text = "runs at a time, one thread each (%(default)s)"
-    add("--workers", type=int, default=1, help=text)
-    text = "seed of the choice of parameters (%(default)s)"
-    add("--seed", type=int, default=0, help=text)
-    text = "the agent's argument, before the file's; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    add("--workers", type=int, default=1, help="runs at a time, one thread each (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the choice of parameters (%(default)s)")
+    add_settings(parser, "the agent, before the file's")
     add("--out", type=Path, metavar="FOLDER", help="folder of the sweep (sweeps/NAME)")
     add("--list", action="store_true", help="name the shipped sweeps, stop")
     options = parser.parse_args(argv)
     if options.list:
         for name in list_sweeps():
             sweep = read_sweep(name)
-            searched = ", ".join(sweep.searched)
-            print(f"{name}: {sweep.method} over {searched} of {sweep.program}")
+            print(f"{name}: {sweep.method} over {', '.join(sweep.searched)} of {sweep.program}")
         return
     if options.file is None:
         raise ValueError(f"name a sweep file or one of {list_sweeps()}")

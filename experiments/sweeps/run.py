@@ -9,22 +9,19 @@ arguments.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import optuna
 from optuna.distributions import (
@@ -36,10 +33,13 @@ from optuna.distributions import (
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from servegym._files import naming
+from servegym._checks import whole
+from servegym._command_line import interrupt_on_signals
+from servegym._files import locked, naming
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import Lines, as_png
+from servegym.experiments.runs import read_metrics
 from servegym.experiments.sweeps.spec import Parameter, Sweep
 
 JOURNAL = "study.journal"
@@ -76,13 +76,12 @@ def run_sweep(
             holds another sweep.
         RuntimeError: If every run fails, or the first one logs no such metric.
     """
-    for name, value in (("trials", trials), ("workers", workers)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; allowed is 1 or more")
+    whole("trials", trials, 1)
+    whole("workers", workers, 1)
     trials = min(trials, sweep.run_cap or trials)
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder), interrupt_on_sigterm():
+    with lock(folder), interrupt_on_signals():
         mend_journal(folder / JOURNAL)
         save_definition(folder, sweep, fixed or {})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -101,32 +100,9 @@ def run_sweep(
     return folder
 
 
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> BinaryIO:
     """Hold the folder of a sweep or a tuning; refuse one that another process holds."""
-    with (folder / "lock").open("ab") as file:  # unlocked when it is closed
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out is {str(folder)!r}, where another process is at work") from None
-        yield
-
-
-@contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM as on Ctrl-C, so that no child outlives its parent."""
-
-    def interrupt(number: int, _: Any) -> None:
-        raise KeyboardInterrupt(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return locked(folder / "lock", f"out is {str(folder)!r}, where another process is at work")
 
 
 def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:
@@ -249,13 +225,12 @@ class _Runs:
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir(parents=True)
         values: list[float] = []
-        offset = 0
 
         def report_evaluations() -> bool:
-            """Report what is new in the log; whether the pruner wants the run to end."""
-            nonlocal offset
-            new, offset = new_evaluations(run / "metrics.jsonl", offset, self.sweep.metric)
-            prune = False
+            """Report what is new in the log; whether the run is to end."""
+            prune = self.stop.is_set()
+            logged = [row.get(self.sweep.metric) for row in read_metrics(run)]
+            new = [float(value) for value in logged if value is not None][len(values) :]
             for value in new:
                 values.append(value)
                 with self.lock:
@@ -264,45 +239,38 @@ class _Runs:
             return prune
 
         command = agent_command(self.sweep, {**trial.params, **self.fixed}, run)
-        status = run_process(
-            command, run / "output.log", lambda: self.stop.is_set() or report_evaluations()
-        )
+        status = run_process(command, run / "output.log", report_evaluations)
         if self.stop.is_set():
             return  # left as running: the next process runs it again
         if status is not None:
             report_evaluations()  # those of the last moment; a run that has ended is not pruned
-        self.finish(trial, status, values, time.monotonic() - begin, run)
+        self.finish(trial, run, status, values, begin)
 
     def finish(
-        self,
-        trial: optuna.Trial,
-        status: int | None,
-        values: list[float],
-        seconds: float,
-        run: Path,
+        self, trial: optuna.Trial, run: Path, status: int | None, values: list[float], begin: float
     ) -> None:
-        """Record how a run ended, and print a line."""
+        """Record how a run ended, None is stopped early, and print a line."""
+        seconds = time.monotonic() - begin
         best = self.best(values) if values else math.nan
+        good = status == 0 and bool(values)
+        ended = TrialState.COMPLETE if good else TrialState.FAIL
+        outcome = f"{self.sweep.metric} {best:.5g}"
+        if status is None:
+            ended, outcome = TrialState.PRUNED, f"stopped early at {best:.5g}"
         with self.lock:
             trial.set_user_attr("seconds", round(seconds, 1))
             trial.set_user_attr("evaluations", len(values))
-            if status is None or (status == 0 and values):
+            if ended != TrialState.FAIL:
                 trial.set_user_attr("best", best)
-            if status is None:
-                self.study.tell(trial, state=TrialState.PRUNED)
-                outcome = f"stopped early at {best:.5g}"
-            elif status == 0 and values:
-                self.study.tell(trial, best)
-                outcome = f"{self.sweep.metric} {best:.5g}"
-            else:
-                self.study.tell(trial, state=TrialState.FAIL)
+            self.study.tell(trial, best if good else None, ended)
+            if ended == TrialState.FAIL:
                 self.failed += 1
                 outcome = f"failed with status {status}, see {run / 'output.log'}"
                 if status == 0:
-                    there = ", ".join(sorted(logged_names(run / "metrics.jsonl"))) or "nothing"
+                    names = {name for row in read_metrics(run) for name in row}
                     outcome = self.lacks = (
                         f"metric {self.sweep.metric!r} is not in the log of {run.name}; in it are: "
-                        f"{there}"
+                        f"{', '.join(sorted(names)) or 'nothing'}"
                     )
                 if (self.failed >= MAX_FAILURES or self.lacks) and not self.finished():
                     self.stop.set()
@@ -313,14 +281,12 @@ class _Runs:
     def rows(self) -> list[dict[str, Any]]:
         """A row a run, the best first."""
         rows, metric = [], self.sweep.metric
-        for trial in self.study.get_trials(deepcopy=False):
-            if trial.state.is_finished():
-                row = {"trial": trial.number, "state": trial.state.name.lower()}
-                row[metric] = trial.user_attrs.get("best", math.nan)
-                row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
-                rows.append(
-                    row | {name: trial.params.get(name, "") for name in self.sweep.searched}
-                )
+        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        for trial in self.study.get_trials(deepcopy=False, states=ended):
+            row = {"trial": trial.number, "state": trial.state.name.lower()}
+            row[metric] = trial.user_attrs.get("best", math.nan)
+            row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
+            rows.append(row | {name: trial.params.get(name, "") for name in self.sweep.searched})
         sign = -1 if self.sweep.maximize else 1
         return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
 
@@ -389,25 +355,6 @@ def run_process(command: list[str], log: Path, stop: Callable[[], bool]) -> int 
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-
-
-def new_evaluations(log: Path, offset: int, metric: str) -> tuple[list[float], int]:
-    """Values of the metric in the whole lines after a byte of a log, and where the lines end."""
-    try:
-        with open(log, "rb") as stream:
-            stream.seek(offset)
-            text = stream.read()
-    except FileNotFoundError:
-        return [], offset
-    end = text.rfind(b"\n") + 1
-    values = (json.loads(line).get(metric) for line in text[:end].splitlines())
-    return [float(value) for value in values if value is not None], offset + end
-
-
-def logged_names(log: Path) -> set[str]:
-    """Names of the numbers in a log."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return {name for line in lines for name in json.loads(line)}
 
 
 def agent_command(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:

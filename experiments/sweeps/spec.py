@@ -10,19 +10,19 @@ wandb's documentation, "Sweep configuration".
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servegym._checks import choose
+from servegym._checks import LARGEST, choose, real, whole
 
 METHODS = ("bayes", "random", "grid")
 GOALS = ("minimize", "maximize")
 DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values")
 NEEDED = ("program", "method", "metric", "parameters")
 KEYS = (*NEEDED, "name", "description", "early_terminate", "run_cap")
+EARLY = ("type", "min_iter", "eta")
 # Of wandb's keys those that are not carried out, and what to write.
 _LEFT_OUT = {
     "command": "arguments beside the parameters are parameters with one value",
@@ -100,63 +100,52 @@ def read_sweep(name: str | Path) -> Sweep:
 
 
 def _checked(path: Path, content: Any) -> Sweep:
-    if not isinstance(content, dict):
-        raise ValueError("a sweep is a mapping")
-    _only(content, "", KEYS)
+    content = _mapping("", content, KEYS)
     for key in NEEDED:
         if key not in content:
             raise ValueError(f"{key} is missing")
     method = choose("method", content["method"], METHODS)
-    metric = content["metric"]
-    if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
-        raise ValueError("metric must have a name and a goal")
-    _only(metric, "metric.", ("name", "goal"))
-    if metric["name"] != metric["name"].strip() or not metric["name"]:
-        raise ValueError(f"metric.name is {metric['name']!r}; write it without blanks at its ends")
-    goal = choose("metric.goal", metric.get("goal", "minimize"), GOALS)
-    abouts = content["parameters"]
-    if not isinstance(abouts, dict) or not abouts:
+    metric = _mapping("metric", content["metric"], ("name", "goal"))
+    name, goal = metric.get("name"), choose("metric.goal", metric.get("goal", "minimize"), GOALS)
+    if not isinstance(name, str) or name != name.strip() or not name:
+        raise ValueError(f"metric.name is {name!r}; write a text without blanks at its ends")
+    abouts = _mapping("parameters", content["parameters"])
+    if not abouts:
         raise ValueError("parameters must name at least one argument")
-    parameters = {name: _parameter(str(name), about) for name, about in abouts.items()}
-    if method == "grid":
-        for parameter in parameters.values():
-            if not parameter.values:
-                raise ValueError(f"parameters.{parameter.name}: a grid needs values")
-    early = content.get("early_terminate") or {}
-    if not isinstance(early, dict):
-        raise ValueError(f"early_terminate is {early!r}; it is a mapping with a type")
-    _only(early, "early_terminate.", ("type", "min_iter", "eta"))
-    if early and early.get("type") != "hyperband":
-        raise ValueError(f"early_terminate.type is {early.get('type')!r}; allowed is 'hyperband'")
-    min_iter, eta = early.get("min_iter", 1) if early else 0, early.get("eta", 3)
+    parameters = {str(name): _parameter(str(name), about) for name, about in abouts.items()}
+    for parameter in parameters.values() if method == "grid" else ():
+        if not parameter.values:
+            raise ValueError(f"parameters.{parameter.name}: a grid needs values")
+    early = _mapping("early_terminate", content.get("early_terminate") or {}, EARLY)
+    if early:
+        choose("early_terminate.type", early.get("type"), ("hyperband",))
+    least = whole("early_terminate.min_iter", early.get("min_iter", 1 if early else 0), 0)
+    eta = whole("early_terminate.eta", early.get("eta", 3), 2)
     cap = content.get("run_cap")
-    for key, value, low in (
-        ("early_terminate.min_iter", min_iter, 0),
-        ("early_terminate.eta", eta, 2),
-        ("run_cap", 1 if cap is None else cap, 1),
-    ):
-        if type(value) is not int or value < low:
-            raise ValueError(f"{key} is {value!r}; allowed is {low} or more")
-    program, maximize = str(content["program"]), goal == "maximize"
-    sweep = Sweep(path, program, method, metric["name"], maximize, parameters, min_iter, eta, cap)
-    if not sweep.program.startswith("agents/") or importlib.util.find_spec(sweep.module) is None:
-        raise ValueError(f"program is {sweep.program!r}; no agent of servegym has it")
+    if cap is not None:
+        whole("run_cap", cap, 1)
+    program = str(content["program"])
+    sweep = Sweep(path, program, method, name, goal == "maximize", parameters, least, eta, cap)
+    if not program.startswith("agents/") or importlib.util.find_spec(sweep.module) is None:
+        raise ValueError(f"program is {program!r}; no agent of servegym has it")
     return sweep
 
 
-def _only(about: Mapping[str, Any], where: str, keys: tuple[str, ...]) -> None:
-    """Refuse keys that are not carried out."""
-    for key in about:
-        if why := _LEFT_OUT.get(f"{where}{key}"):
-            raise ValueError(f"{where}{key} is not carried out: {why}")
-        choose(f"{where}key", key, keys)
+def _mapping(where: str, about: Any, keys: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A mapping that is carried out, key by key; without ``keys`` it has any."""
+    if not isinstance(about, dict):
+        raise ValueError(f"{where or 'a sweep'} must be a mapping, as in {{value: 1}}")
+    for key in about if keys else ():
+        place = f"{where}.{key}".lstrip(".")
+        if why := _LEFT_OUT.get(place):
+            raise ValueError(f"{place} is not carried out: {why}")
+        choose(f"{where}.key".lstrip("."), key, keys)
+    return about
 
 
 def _parameter(name: str, about: Any) -> Parameter:
     where = f"parameters.{name}"
-    if not isinstance(about, dict):
-        raise ValueError(f"{where} must be a mapping, as in {{value: 1}} or {{values: [1, 2]}}")
-    _only(about, f"{where}.", ("value", "values", "min", "max", "distribution"))
+    about = _mapping(where, about, ("value", "values", "min", "max", "distribution"))
     if "value" in about or "values" in about:
         values = [about["value"]] if "value" in about else about["values"]
         if not isinstance(values, list) or not values:
@@ -169,9 +158,7 @@ def _parameter(name: str, about: Any) -> Parameter:
         raise ValueError(f"{where} needs value, values, or min and max")
     low, high = about["min"], about["max"]
     for key, value in (("min", low), ("max", high)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
-            raise ValueError(f"{where}.{key} is {value!r}; allowed is a finite number")
+        real(f"{where}.{key}", value, -LARGEST)
     if low >= high:
         raise ValueError(f"{where}: min {low} is not below max {high}")
     both_whole = isinstance(low, int) and isinstance(high, int)

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
-from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, vidur_layer_s
+from servegym._files import write_json
+from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, save, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, rounded
 from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER, read_ops
@@ -26,24 +27,20 @@ from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import FORMAT, write_json
+from servegym.hardware_profiles.schema import FORMAT
 
 BASE = "rtx4090-llama-3.1-8b"
 # Iteration size at which the prefill ratio is defined: well above every card's ridge point.
 PREFILL_TOKENS = 1024
 
 _LLAMA_CPP = "gpu_benchmarks/llamacpp_llama3_tok_s.csv"
-_GEMM = "aiconfigurator/{}_vllm_gemm_perf.csv"
 _SOURCES = (
     "XiongjieDai/GPU-Benchmarks-on-LLM-Inference @aa72e0ec86c3 (README tables); "
-    "microsoft/vidur @7d47513363ec (mlp.csv); aiconfigurator-core 0.12.0 (vLLM GEMM tables); "
+    "microsoft/vidur @7d47513363ec (mlp.csv); "
     "vendor data sheets (memory bandwidth, dense 16-bit tensor rate); "
     "tables scaled: profile rtx4090-llama-3.1-8b"
 )
-_LICENCES = (
-    "vidur MIT; aiconfigurator-core Apache-2.0; GPU-Benchmarks: no licence stated, "
-    "numbers only; LLMServingSim MIT"
-)
+_LICENCES = "vidur MIT; GPU-Benchmarks: no licence stated, numbers only; LLMServingSim MIT"
 
 # Memory as the driver reports it with ECC on; bandwidth and dense 16-bit tensor rate
 # (float32 accumulation) from the vendor's data sheets.
@@ -52,9 +49,9 @@ CARDS: dict[str, dict[str, Any]] = {
         "name": "NVIDIA GeForce RTX 4090",
         "memory_bandwidth_bytes_per_s": 1.008e12,
         "tensor_flop_per_s": 165.2e12,
+        "memory_bytes": 25_250_627_584,
+        "multiprocessors": 128,
     },
-    "a100-80g": FITTED_CARDS["a100-80g"],
-    "l40s": FITTED_CARDS["l40s"],
     "a40": {
         "name": "NVIDIA A40",
         "memory_bytes": 46068 * 2**20,
@@ -93,38 +90,8 @@ def _llama_cpp(data: Path, card: str, phase: str) -> float:
     raise ValueError(f"{data / _LLAMA_CPP}: no row for {phase}, {card}, 8B F16")
 
 
-def _gemm_s(data: Path, card: str) -> Callable[[int], float]:
-    """Seconds of the four matrix products of a Llama-3-8B layer, by tokens.
-
-    The table ends at 16,384 output features and inner size 5,120: gate_up (28,672 x 4,096) and
-    down (4,096 x 14,336) are the 16,384 x 4,096 product scaled by their size.
-    """
-    path = data / _GEMM.format(card)
-    times = {
-        (int(r["n"]), int(r["m"])): 1e-3 * float(r["latency"])
-        for _, r in CsvTable(path, ("m", "n", "k", "latency")).rows
-        if r["k"] == "4096"
-    }
-
-    def seconds(m: int) -> float:
-        wide = (28672 + 14336) / 16384
-        return times[6144, m] + times[4096, m] + wide * times[16384, m]
-
-    return seconds
-
-
-def _ops_s(data: Path, ops: Sequence[str]) -> Callable[[int], float]:
-    """Seconds of some ops of one layer on the RTX 4090, by tokens."""
-    times = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens")
-    return lambda m: sum(times[op][m] for op in ops)
-
-
-_ALL_OPS = [op for op, times in OPS_PER_LAYER.items() for _ in range(times)]
-_GEMM_OPS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-
-
 def published_ratios(data: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Time ratios of each card to the RTX 4090, by bound and by source.
+    """Time ratios of the A40 and the A10 to the RTX 4090, by bound and by source.
 
     Args:
         data: folder of the published tables.
@@ -137,35 +104,24 @@ def published_ratios(data: Path) -> dict[str, dict[str, dict[str, float]]]:
     """
     base = CARDS["rtx4090"]
     out: dict[str, dict[str, dict[str, float]]] = {}
-    for card, facts in CARDS.items():
-        if card != "rtx4090":
-            bandwidth = base["memory_bandwidth_bytes_per_s"] / facts["memory_bandwidth_bytes_per_s"]
-            rate = base["tensor_flop_per_s"] / facts["tensor_flop_per_s"]
-            out[card] = {"decode": {"data_sheet": bandwidth}, "prefill": {"data_sheet": rate}}
-
-    for card, label in (
-        ("a100-80g", "A100 PCIe 80GB"),
-        ("l40s", "L40S 48GB"),
-        ("a40", "A40 48GB"),
-    ):
-        for bound, phase in (("decode", "generation_1024"), ("prefill", "prompt_1024")):
-            ratio = _llama_cpp(data, "4090 24GB", phase) / _llama_cpp(data, label, phase)
-            out[card][bound]["llama_cpp_f16"] = ratio
-
-    products = _ops_s(data, _GEMM_OPS)
-    for card, file in (("a100-80g", "a100_sxm"), ("l40s", "l40s")):
-        gemm = _gemm_s(data, file)
-        out[card]["decode"]["vllm_gemm"] = gemm(1) / products(1)
-        out[card]["prefill"]["vllm_gemm"] = gemm(PREFILL_TOKENS) / products(PREFILL_TOKENS)
-
-    layer = _ops_s(data, _ALL_OPS)
+    for card in ("a40", "a10"):
+        bandwidth, rate = (
+            base[key] / CARDS[card][key]
+            for key in ("memory_bandwidth_bytes_per_s", "tensor_flop_per_s")
+        )
+        out[card] = {"decode": {"data_sheet": bandwidth}, "prefill": {"data_sheet": rate}}
+    ops = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens")
     a100 = vidur_layer_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
     a100_7b = vidur_layer_s(data, "a100", "meta-llama/Llama-2-7b-hf")
     a40_7b = vidur_layer_s(data, "a40", "meta-llama/Llama-2-7b-hf")
-    for bound, tokens in (("decode", 1), ("prefill", PREFILL_TOKENS)):
-        ratio = a100[tokens] / layer(tokens)
-        out["a100-80g"][bound]["vidur"] = ratio
-        out["a40"][bound]["vidur"] = ratio * a40_7b[tokens] / a100_7b[tokens]
+    for bound, phase, tokens in (
+        ("decode", "generation_1024", 1),
+        ("prefill", "prompt_1024", PREFILL_TOKENS),
+    ):
+        ratio = _llama_cpp(data, "4090 24GB", phase) / _llama_cpp(data, "A40 48GB", phase)
+        out["a40"][bound]["llama_cpp_f16"] = ratio
+        layer = sum(times * ops[op][tokens] for op, times in OPS_PER_LAYER.items())
+        out["a40"][bound]["vidur"] = a100[tokens] / layer * a40_7b[tokens] / a100_7b[tokens]
     return out
 
 
@@ -210,7 +166,7 @@ def derive_card(
     decode_ratio: float,
     prefill_ratio: float,
     provenance: Mapping[str, Any],
-    fit_error: Mapping[str, Any],
+    errors: Callable[[Profile], Mapping[str, Any]],
 ) -> Profile:
     """Scale a profile's tables to another card.
 
@@ -224,27 +180,13 @@ def derive_card(
         decode_ratio: time ratio where memory bandwidth is the bound (above 1 is slower).
         prefill_ratio: time ratio where arithmetic is the bound.
         provenance: the provenance field of the new file.
-        fit_error: the fit_error field of the new file.
+        errors: gives the fit_error field of the new file.
 
     Returns:
         The derived profile.
-
-    Raises:
-        ValueError: for a base without tables, or ratios that would make long iterations
-            shorter than short ones.
     """
-    if base.law["kind"] != "tabulated":
-        raise ValueError(f"base: got {base.name!r} with a linear law; must be tabulated")
-    for label, ratio in (("decode_ratio", decode_ratio), ("prefill_ratio", prefill_ratio)):
-        if not (np.isfinite(ratio) and ratio > 0.0):
-            raise ValueError(f"{label}: got {ratio}; must be a finite number > 0")
     floor, long = base.dense_s(1), base.dense_s(PREFILL_TOKENS)
     slope = (prefill_ratio * long - decode_ratio * floor) / (long - floor)
-    if slope <= 0.0:
-        raise ValueError(
-            f"prefill_ratio: got {prefill_ratio:.3g}; must exceed {decode_ratio * floor / long:.3g}"
-            " so that longer iterations take longer"
-        )
     t = base.tables()
 
     law = dict(base.law)
@@ -265,7 +207,7 @@ def derive_card(
         law=law,
         provenance=dict(provenance),
     )
-    return estimated(data, lambda _: fit_error)
+    return estimated(data, errors)
 
 
 def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:
@@ -302,9 +244,8 @@ def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:
                 "activation_reserve_bytes is the RTX 4090's",
             ],
         }
-        draft = derive_card(base, card, decode, prefill, provenance, {})
-        fit_error = _error_against_vidur(data, card, draft)
-        out[card] = derive_card(base, card, decode, prefill, provenance, fit_error)
+        errors = partial(_error_against_vidur, data, card)
+        out[card] = derive_card(base, card, decode, prefill, provenance, errors)
     return out
 
 
@@ -353,7 +294,7 @@ def paper_linear(index: int) -> Profile:
         "kind": "derived",
         "device": {
             "name": CARDS["rtx4090"]["name"],
-            "memory_bytes": 25_250_627_584,
+            "memory_bytes": CARDS["rtx4090"]["memory_bytes"],
             "usable_memory_fraction": 0.9,
         },
         "model": served_models()["Llama-3.1-8B"],
@@ -427,21 +368,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m servegym.hardware_profiles.build.derive",
         description="Derived cards (needs the published tables), linear profiles and fleets.",
     )
-    parser.add_argument("data", nargs="?", help="folder of the published tables")
-    parser.add_argument("--out", default=".", help="folder to write to")
+    parser.add_argument("data", type=Path, nargs="?", help="folder of the published tables")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder to write to")
     options = parser.parse_args(arguments)
-    out = Path(options.out)
     profiles = [paper_linear(i) for i in range(1, 13)]
     if options.data:
-        profiles += derive_cards(Path(options.data), load(BASE)).values()
-    for profile in profiles:
-        profile.save(out / f"{profile.name}.json")
-        print(
-            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
-            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
-        )
+        profiles += derive_cards(options.data, load(BASE)).values()
+    save(profiles, options.out)
     for name, fleet in fleets().items():
-        write_json(fleet, out / f"fleet-{name}.json")
+        write_json(options.out / f"fleet-{name}.json", fleet)
     return 0
 
 

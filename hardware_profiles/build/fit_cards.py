@@ -34,14 +34,14 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.published import (
+    REFERENCE_BANDWIDTH,
     REFERENCE_KERNELS,
     MatrixProducts,
-    scale_by_bandwidth,
+    save,
     vidur_layer_s,
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import (
-    check_explains,
     decode_errors,
     error_quantiles,
     estimated,
@@ -56,14 +56,17 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     DENSE_OPS,
     HEAD_OPS,
     OPS_PER_MODEL,
+    Table1D,
     read_ops,
 )
 from servegym.hardware_profiles.compose import REFERENCE_LONGEST_CHUNK, context_increment_s
 from servegym.hardware_profiles.interpolation import along
 from servegym.hardware_profiles.law import LawTables, Profile
-from servegym.hardware_profiles.load import load, unknown_name
+from servegym.hardware_profiles.load import load
+from servegym.hardware_profiles.model_config import model_shape
 
 REFERENCE = "rtx4090-llama-3.1-8b"
+MODEL, SHAPE = "Llama-3.1-8B", model_shape("llama-3.1-8b")
 _ELEMENTWISE = {"layernorm": 2, "rotary_emb": 1, "act_fn": 1}
 _CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -138,30 +141,32 @@ _AICONFIGURATOR_MS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 # -- reading --------------------------------------------------------------------------------
 
 
-def _read_attention(path: Path, heads: int, kv_heads: int) -> dict[tuple[int, int, int], float]:
-    """``{(batch, isl, step): seconds}`` of full attention with these heads."""
+def _read_attention(path: Path) -> dict[tuple[int, int, int], float]:
+    """``{(batch, isl, step): seconds}`` of full attention with the model's heads."""
     names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads")
     rows = CsvTable(path, (*names, "head_dim", "kv_cache_dtype", "latency"), 8)
     out: dict[tuple[int, int, int], float] = {}
     for line, row in rows.rows:
-        batch, isl, step, h, kv = (rows.count(line, row, name) for name in names)
+        batch, isl, step, *heads = (rows.count(line, row, name) for name in names)
         plain = row["head_dim"] == "128" and row["kv_cache_dtype"] == "bfloat16"
-        if (h, kv) == (heads, kv_heads) and plain and row.get("window_size", "0") == "0":
+        plain &= row.get("window_size", "0") == "0"
+        if plain and heads == [SHAPE.heads, SHAPE.kv_heads]:
             out[batch, isl, step] = 1e-3 * rows.positive(line, row, "latency", "milliseconds")
-    if not out:
-        raise ValueError(
-            f"{path}: field 'num_heads': no row for {heads} heads and {kv_heads} KV heads"
-        )
     return out
 
 
-def _elementwise(data: Path, bandwidth: float, tokens: Sequence[int], layers: int) -> np.ndarray:
-    """Seconds of everything but products and attention, whole model, on another card."""
-    ops = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens", DENSE_OPS, 36)
-    counts = {op: layers * n for op, n in _ELEMENTWISE.items()} | OPS_PER_MODEL
-    grid = np.array(sorted(ops["embedding"]), float)
+def _elementwise(
+    ops: Mapping[str, Table1D], counts: Mapping[str, int], card: str, sizes: Sequence[int]
+) -> np.ndarray:
+    """Seconds of ops of the RTX 4090 on another card, each as often as counted, ``(len(sizes),)``.
+
+    The launch floor stays; what grows is scaled by the ratio of the memory bandwidths.
+    """
+    grid = np.array(sorted(ops[next(iter(counts))]), float)
     time = np.array([sum(n * ops[op][int(t)] for op, n in counts.items()) for t in grid])
-    return scale_by_bandwidth(grid, time, bandwidth, tokens)
+    here = along(grid, time, sizes)
+    bandwidth = CARDS[card]["memory_bandwidth_bytes_per_s"]
+    return time[0] + (here - time[0]) * (REFERENCE_BANDWIDTH / bandwidth)
 
 
 # -- composing ------------------------------------------------------------------------------
@@ -188,14 +193,6 @@ class Composed:
     cached_rows: int
     filled_rows: int
     decode_bandwidth: float
-
-
-def long_prefill_rate(fresh: Mapping[int, float]) -> float:
-    """Seconds of attention of a layer per (query, key) pair from prompts of 2,048 to 8,192 tokens.
-
-    ``fresh`` has the seconds by prompt length, no context before.
-    """
-    return (fresh[8192] - fresh[2048]) / (0.5 * (8192**2 - 2048**2))
 
 
 def uncached_decode(
@@ -231,14 +228,12 @@ def uncached_decode(
     return table, as_timed, bandwidth
 
 
-def compose(data: Path, tables: Path, card: str, model: Mapping[str, Any]) -> Composed:
-    """Compose a model's tables on a card.
+def compose(data: Path, card: str) -> Composed:
+    """Compose the model's tables on a card.
 
     Args:
-        data: folder that holds the RTX 4090's kernel timings.
-        tables: folder that holds the card's kernel tables.
+        data: folder of the published tables.
         card: a key of :data:`CARDS`.
-        model: model facts, with ``intermediate_size`` and ``vocabulary``.
 
     Returns:
         The tables.
@@ -248,92 +243,75 @@ def compose(data: Path, tables: Path, card: str, model: Mapping[str, Any]) -> Co
     """
 
     def table(kernel: str) -> Path:
-        return tables / f"{CARDS[card]['file']}_vllm_{kernel}_perf.csv"
+        return data / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_{kernel}_perf.csv"
 
     products = MatrixProducts(table("gemm"))
-    tokens, dense, timed_dense = _compose_dense(data, products, card, model)
-    sequences, head, timed_head = _compose_head(data, products, card, model)
-    prefill = _compose_prefill(table("context_attention"), card, model)
-    decodes, decode, more = _compose_decode(table("generation_attention"), model)
+    tokens, dense, timed_dense = _compose_dense(data, products, card)
+    sequences, head, timed_head = _compose_head(data, products, card)
+    prefill = _compose_prefill(table("context_attention"), card)
+    decodes, decode, more = _compose_decode(table("generation_attention"))
     law = LawTables(tokens, dense, *prefill, *decodes, decode, sequences, head)
     return Composed(law, timed_dense, timed_head, **more)
 
 
 def _compose_dense(
-    data: Path, products: MatrixProducts, card: str, model: Mapping[str, Any]
+    data: Path, products: MatrixProducts, card: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens and seconds of four products and the elementwise ops a layer, fitted and as timed."""
-    layers, hidden = int(model["layers"]), int(model["hidden_size"])
-    heads, kv_heads, size = (int(model[k]) for k in ("attention_heads", "kv_heads", "head_size"))
-    wide = int(model["intermediate_size"])
+    s = SHAPE
     shapes = [
-        ((heads + 2 * kv_heads) * size, hidden),
-        (hidden, heads * size),
-        (2 * wide, hidden),
-        (hidden, wide),
+        (s.qkv_features, s.hidden),
+        (s.hidden, s.heads * s.head_size),
+        (2 * s.intermediate, s.hidden),
+        (s.hidden, s.intermediate),
     ]
     tokens = products.tokens(shapes)
     raw = [products.seconds(n, k, tokens) for n, k in shapes]
     per_layer = np.sum([isotonic_fit(times) for times in raw], axis=0)
-    check_explains(np.sum(raw, axis=0), f"{products.path}: field 'latency': products by rows m")
-    bandwidth = CARDS[card]["memory_bandwidth_bytes_per_s"]
-    other = _elementwise(data, bandwidth, tokens, layers)
-    timed = layers * np.sum(raw, axis=0) + other
-    return np.array(tokens, float), layers * per_layer + other, timed
+    ops = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens", DENSE_OPS, 36)
+    counts = {op: s.layers * n for op, n in _ELEMENTWISE.items()} | OPS_PER_MODEL
+    other = _elementwise(ops, counts, card, tokens)
+    timed = s.layers * np.sum(raw, axis=0) + other
+    return np.array(tokens, float), s.layers * per_layer + other, timed
 
 
 def _compose_head(
-    data: Path, products: MatrixProducts, card: str, model: Mapping[str, Any]
+    data: Path, products: MatrixProducts, card: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sequences and seconds of one product and the sampler, fitted and as timed."""
-    shape = (int(model["vocabulary"]), int(model["hidden_size"]))
+    shape = (SHAPE.vocabulary, SHAPE.hidden)
     sequences = [m for m in products.tokens([shape]) if m <= _DECODES[-1]]
-    path = data / REFERENCE_KERNELS / "per_sequence.csv"
-    sampler = read_ops(path, "sequences", HEAD_OPS, 8)["sampler"]
-    grid = np.array(sorted(sampler), float)
-    time = np.array([sampler[int(s)] for s in grid])
+    ops = read_ops(data / REFERENCE_KERNELS / "per_sequence.csv", "sequences", HEAD_OPS, 8)
+    rest = _elementwise(ops, {"sampler": 1}, card, sequences)
     timed = products.seconds(*shape, sequences)
-    bandwidth = CARDS[card]["memory_bandwidth_bytes_per_s"]
-    rest = scale_by_bandwidth(grid, time, bandwidth, sequences)
     return np.array(sequences, float), isotonic_fit(timed) + rest, timed + rest
 
 
-def _compose_prefill(
-    path: Path, card: str, model: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _compose_prefill(path: Path, card: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Chunks, context before them and seconds: prompts as timed, and earlier context."""
-    times = _read_attention(path, int(model["attention_heads"]), int(model["kv_heads"]))
+    times = _read_attention(path)
     fresh = {isl: s for (batch, isl, step), s in times.items() if batch == 1 and step == 0}
-    for needed in (1, 2048, 8192):
-        if needed not in fresh:
-            raise ValueError(f"{path}: field 'isl': no row for batch 1, isl {needed}, step 0")
     chunks = sorted(isl for isl in fresh if isl <= _LONGEST_CHUNK)
-    check_explains(np.array([fresh[c] for c in chunks]), f"{path}: field 'latency': by isl")
-    rate = long_prefill_rate(fresh)
+    # Seconds a (query, key) pair of long prompts takes.
+    rate = (fresh[8192] - fresh[2048]) / (0.5 * (8192**2 - 2048**2))
     reference, processors = load(REFERENCE), CARDS[card]["multiprocessors"]
 
     def increment_s(chunk: float, context: float) -> float:
         if chunk > REFERENCE_LONGEST_CHUNK:
             return rate * chunk * context
-        heads = int(model["attention_heads"])
-        return context_increment_s(reference, rate, chunk, context, heads, processors)
+        return context_increment_s(reference, rate, chunk, context, SHAPE.heads, processors)
 
     seconds = [[fresh[c] + increment_s(c, k) for k in _CONTEXTS] for c in chunks]
-    attention = int(model["layers"]) * np.array(seconds)
+    attention = SHAPE.layers * np.array(seconds)
     return np.array(chunks, float), np.array(_CONTEXTS, float), attention
 
 
 def _compose_decode(
-    path: Path, model: Mapping[str, Any]
+    path: Path,
 ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, dict[str, Any]]:
     """Sequences and contexts, seconds, and the decode fields of :class:`Composed`."""
-    layers = int(model["layers"])
-    times = _read_attention(path, int(model["attention_heads"]), int(model["kv_heads"]))
-    timed = {(b, isl + step): s for (b, isl, step), s in times.items()}
-    for b in _DECODES:
-        if (b, _DECODE_CONTEXTS[0]) not in timed:
-            raise ValueError(f"{path}: field 'batch_size': no row for batch {b}, step 1")
-    kv_bytes = int(model["kv_bytes_per_token"]) // layers
+    timed = {(b, isl + step): s for (b, isl, step), s in _read_attention(path).items()}
+    kv_bytes = SHAPE.facts()["kv_bytes_per_token"] // SHAPE.layers
     decode, as_timed, bandwidth = uncached_decode(timed, kv_bytes)
     there = np.sum([(b, x) in timed for b in _DECODES for x in _DECODE_CONTEXTS])
     cached = int(there - as_timed.sum())
@@ -344,25 +322,24 @@ def _compose_decode(
         "filled_rows": int(as_timed.size - as_timed.sum() - cached),
         "decode_bandwidth": bandwidth,
     }
-    return (np.array(_DECODES, float), contexts), layers * decode, more
+    return (np.array(_DECODES, float), contexts), SHAPE.layers * decode, more
 
 
 # -- errors ---------------------------------------------------------------------------------
 
 
-def _held_out_errors(k: Composed, law: Profile, seed: int) -> dict[str, Any]:
+def _held_out_errors(k: Composed, law: Profile) -> dict[str, Any]:
     """Relative errors at timed rows that a table was built without."""
-    t, rng = k.tables, np.random.default_rng(seed)
+    t, rng = k.tables, np.random.default_rng(0)
     out: dict[str, Any] = {}
     # The isotonic fit is made again without the rows that are held out.
-    gone = random_third(t.dense_s.shape, rng)
-    fit = isotonic_fit(k.timed_dense[~gone])
-    guess = along(t.dense_tokens[~gone], fit, t.dense_tokens[gone])
-    out["dense_random_third"] = error_quantiles(guess / k.timed_dense[gone] - 1.0)
-    gone = random_third(t.head_s.shape, rng)
-    fit = isotonic_fit(k.timed_head[~gone])
-    guess = along(t.head_sequences[~gone], fit, t.head_sequences[gone])
-    out["head_random_third"] = error_quantiles(guess / k.timed_head[gone] - 1.0)
+    for part, grid, timed in (
+        ("dense", t.dense_tokens, k.timed_dense),
+        ("head", t.head_sequences, k.timed_head),
+    ):
+        gone = random_third(grid.shape, rng)
+        guess = along(grid[~gone], isotonic_fit(timed[~gone]), grid[gone])
+        out[f"{part}_random_third"] = error_quantiles(guess / timed[gone] - 1.0)
 
     fresh = t.chunk_attention_s[:, 0]
     gone = random_third(fresh.shape, rng)
@@ -436,48 +413,26 @@ def _errors_against_vidur(data: Path, law: Profile) -> dict[str, Any]:
 # -- profiles -------------------------------------------------------------------------------
 
 
-def fit_card(
-    card: str,
-    data: str | Path,
-    *,
-    tables: str | Path | None = None,
-    model: str = "Llama-3.1-8B",
-    intermediate_size: int = 14336,
-    vocabulary: int = 128256,
-    seed: int = 0,
-    method: Mapping[str, Any] | None = None,
-) -> Profile:
+def fit_card(card: str, data: Path, method: Mapping[str, Any] | None = None) -> Profile:
     """Fit a card's profile from its kernel tables.
 
     Args:
         card: a key of :data:`CARDS`.
         data: folder of the published tables.
-        tables: folder of the card's kernel tables; by default ``data/aiconfigurator``.
-        model: a model of ``served-models.json``.
-        intermediate_size: width of its feed-forward layers.
-        vocabulary: rows of its language-model head.
-        seed: chooses the rows that are held out.
         method: errors of the method on a card with timings of its own, to be stated.
 
     Returns:
         The profile, of kind ``"fitted"``.
 
     Raises:
-        ValueError: for an unknown card, or naming the file, line and field of a bad input.
+        ValueError: naming the file, line and field of a bad input.
     """
-    if card not in CARDS:
-        raise ValueError(unknown_name("card", card, list(CARDS)))
-    root = Path(data)
-    facts = dict(model_facts(model))
-    sizes = {"intermediate_size": intermediate_size, "vocabulary": vocabulary}
-    folder = root / "aiconfigurator" if tables is None else Path(tables)
-    k = compose(root, folder, card, facts | sizes)
+    facts = dict(model_facts(MODEL))
+    k = compose(data, card)
     t = k.tables
-
-    _check_units(t, card, facts, folder)
     result: dict[str, Any] = {
-        "name": f"{card}-{model.lower()}",
-        "description": f"{CARDS[card]['name']}, {facts['name']}, composed from kernel timings",
+        "name": f"{card}-{MODEL.lower()}",
+        "description": f"{CARDS[card]['name']}, {MODEL}, composed from kernel timings",
         "kind": "fitted",
         "device": {
             **{k: v for k, v in CARDS[card].items() if k not in ("file", "version")},
@@ -498,27 +453,14 @@ def fit_card(
     def errors(draft: Profile) -> dict[str, Any]:
         error: dict[str, Any] = {
             "measure": "absolute relative error; held-out rows unless said otherwise",
-            **_held_out_errors(k, draft, seed),
+            **_held_out_errors(k, draft),
+            **errors_against_aiconfigurator(card, draft),
         }
-        if facts["name"] == "Llama-3.1-8B":
-            error |= errors_against_aiconfigurator(card, draft)
-            if card == "a100-80g":
-                error |= _errors_against_vidur(root, draft)
+        if card == "a100-80g":
+            error |= _errors_against_vidur(data, draft)
         return error | {f"method_on_rtxpro6000_{kind}": v for kind, v in (method or {}).items()}
 
     return estimated(result, errors)
-
-
-def _check_units(t: LawTables, card: str, model: Mapping[str, Any], folder: Path) -> None:
-    """Refuse tables in another unit: one token reads all weights."""
-    token = float(t.dense_s[0] + t.head_s[0])
-    least = model["weight_bytes"] / CARDS[card]["memory_bandwidth_bytes_per_s"]
-    if not 0.5 * least <= token <= 20.0 * least:
-        raise ValueError(
-            f"{folder}: field 'latency': one token would take {token:.3g} s where reading the "
-            f"weights takes {least:.3g} s; the times look like "
-            f"{'seconds' if token < least else 'microseconds'}: write milliseconds"
-        )
 
 
 def _provenance(k: Composed, card: str) -> dict[str, Any]:
@@ -556,7 +498,7 @@ def _provenance(k: Composed, card: str) -> dict[str, Any]:
     }
 
 
-def method_error(data: str | Path, truth: Profile) -> dict[str, Any]:
+def method_error(data: Path, truth: Profile) -> dict[str, Any]:
     """:func:`errors_against` of the method on the one card that has both kinds of tables.
 
     ``truth`` is the RTX PRO 6000's profile from timings of whole models' kernels on it.
@@ -570,17 +512,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m servegym.hardware_profiles.build.fit_cards",
         description="Cards fitted from kernel tables of single products and attention.",
     )
-    parser.add_argument("data", help="folder of the published tables")
-    parser.add_argument("--out", default=".", help="folder to write to")
+    parser.add_argument("data", type=Path, help="folder of the published tables")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder to write to")
     options = parser.parse_args(arguments)
     method = method_error(options.data, load(CHECK_PROFILE))
-    profiles = [fit_card(card, options.data, method=method) for card in CARDS if card != CHECK]
-    for profile in profiles:
-        profile.save(Path(options.out) / f"{profile.name}.json")
-        print(
-            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
-            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
-        )
+    save((fit_card(c, options.data, method=method) for c in CARDS if c != CHECK), options.out)
     return 0
 
 

@@ -26,13 +26,15 @@ pyarrow. ``DATA`` holds the kernel timings of LLMServingSim. No row is copied:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
@@ -53,7 +55,6 @@ from servegym.hardware_profiles.kernels import (
 )
 from servegym.hardware_profiles.law import LawTables
 from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
-from servegym.hardware_profiles.schema import write_json
 
 _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
 # Cards that ship as kernel tables alone. Memory as nvidia-smi reports it; bandwidth, peak in 16
@@ -126,6 +127,26 @@ def _microseconds(values: np.ndarray) -> Any:
     return np.vectorize(lambda v: float(f"{v:.4g}"))(values).tolist()
 
 
+def _on_grid(nodes: Nodes, *axes: Sequence[float]) -> np.ndarray:
+    """Microseconds on the product of some axes, NaN where nothing was timed."""
+    times = [nodes.get(at, np.nan) for at in itertools.product(*axes)]
+    return np.array(times).reshape([len(axis) for axis in axes])
+
+
+def _held_out(shape: Sequence[int], axes: Iterable[int]) -> np.ndarray:
+    """Every fifth entry of a table by chance (bool), none at the ends of ``axes``."""
+    gone = np.random.default_rng(0).random(shape) < _HELD_OUT
+    for axis in axes:
+        np.moveaxis(gone, axis, 0)[[0, -1]] = False
+    return gone
+
+
+def _filled_errors(logs: np.ndarray, gone: np.ndarray, grids: Sequence[Any]) -> dict[str, Any]:
+    """Errors of the entries ``gone`` (bool), filled from the others, where they are known."""
+    guess = fill_holes(np.where(gone, np.nan, logs), grids)
+    return error_quantiles(np.expm1((guess - logs)[gone & ~np.isnan(logs)]))
+
+
 # -- matrix products ------------------------------------------------------------------------
 
 
@@ -160,7 +181,7 @@ def fill_holes(values: np.ndarray, grids: Sequence[Sequence[float]]) -> np.ndarr
     return out
 
 
-def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _gemm(frame: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The grid of products of one format, and errors on rows it was made without."""
     nodes = _medians(frame, ("n", "k", "m"))
     rows = sorted({m for n, k, m in nodes})
@@ -170,7 +191,7 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     inner = sorted({k for n, k, m in nodes if k >= _MIN_INNER})
     size = VALUE_BYTES[_GEMM_DTYPES[frame["gemm_dtype"].iloc[0]]]
 
-    raw = np.array([[[nodes.get((n, k, m), np.nan) for m in grid] for k in inner] for n in out])
+    raw = _on_grid(nodes, out, inner, grid)
     # More rows take no less time: what takes half as long again as a larger product was disturbed.
     later = np.flip(np.fmin.accumulate(np.flip(raw, axis=2), axis=2), axis=2)
     raw = np.where(raw > _DISTURBED * later, later, raw)
@@ -193,9 +214,7 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     filled = fill_holes(fill_holes(np.log(floor), (out, inner)), (out, inner))
     logs = np.maximum.accumulate(filled, axis=2)
 
-    rng = np.random.default_rng(seed)
-    gone = rng.random(logs.shape[:2]) < _HELD_OUT
-    gone[[0, -1], :] = gone[:, [0, -1]] = False
+    gone = _held_out(logs.shape[:2], (0, 1))
     holed = np.where(gone[..., None], np.nan, np.log(floor))
     guess = fill_holes(holed, (out, inner))
     shapes = (guess - np.log(floor))[gone]
@@ -240,26 +259,22 @@ def _rows(frame: Any, head_size: int, window: int, kv: str) -> Any:
     return frame[plain & (frame["head_dim"] == head_size)]
 
 
-def _prompt_attention(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _prompt_attention(frame: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Attention of prompts by heads x prompts and tokens; errors of held-out head counts."""
     frame = frame.assign(heads=frame["num_heads"] * frame["batch_size"])
     nodes = _medians(frame, ("heads", "isl"))
     heads = [h for h in _HEADS if (h, 1024.0) in nodes]
     tokens = sorted({x for _, x in nodes})
-    raw = np.array([[nodes.get((h, x), np.nan) for x in tokens] for h in heads])
+    raw = _on_grid(nodes, heads, tokens)
     for line in raw:
         timed = ~np.isnan(line)
         line[timed] = isotonic_fit(line[timed])
     logs = fill_holes(np.log(raw), (heads, tokens))
-    rng = np.random.default_rng(seed)
-    gone = rng.random(raw.shape) < _HELD_OUT
-    gone[[0, -1], :] = gone[:, [0, -1]] = False
-    guess = fill_holes(np.where(gone, np.nan, np.log(raw)), (heads, tokens))
+    gone = _held_out(raw.shape, (0, 1))
+    columns = ("num_heads", "batch_size", "isl", "latency")
     rows = [
         np.interp(np.log(x), np.log(tokens), logs[heads.index(h)]) - np.log(1e3 * t)
-        for h, k, b, x, t in frame[
-            ["num_heads", "num_key_value_heads", "batch_size", "isl", "latency"]
-        ].itertuples(index=False)
+        for h, b, x, t in zip(*map(frame.get, columns), strict=True)
         if b == 1 and h in heads and h >= 4
     ]
     # The longest timed prompts from those of half their length, as longer ones are extended.
@@ -269,7 +284,7 @@ def _prompt_attention(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, 
         rate = (at[8192] - at[4096]) / (8192**2 - 4096**2)
         long += [(at[8192] + rate * (x**2 - 8192**2)) / at[x] - 1.0 for x in (12288, 16384)]
     errors = {
-        "held_out": error_quantiles(np.expm1((guess - np.log(raw))[gone & ~np.isnan(raw)])),
+        "held_out": _filled_errors(np.log(raw), gone, (heads, tokens)),
         "single_rows": error_quantiles(np.expm1(np.array(rows))),
         "12k_and_16k_from_8k": error_quantiles(np.array(long)),
     }
@@ -279,7 +294,6 @@ def _prompt_attention(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, 
 def _decode_attention(
     frame: Any,
     head_size: int,
-    seed: int,
     window: float = np.inf,
     bandwidth: float = 0.0,
     value_bytes: int = 2,
@@ -310,8 +324,7 @@ def _decode_attention(
                     if added > 0.0:
                         rates.append(u * (x1 - x0) * pair_bytes / added)
         bandwidth = float(np.median(rates))
-    raw = np.array([[[nodes.get((g, u, x), np.nan) for x in contexts] for u in pairs]
-                    for g in groups])  # fmt: skip
+    raw = _on_grid(nodes, groups, pairs, contexts)
     floor = np.exp(fill_holes(np.log(raw[:, :, :1]), (groups, pairs)))
     read = np.minimum(contexts, window)
     least = floor + np.multiply.outer(np.array(pairs), read) * pair_bytes / bandwidth
@@ -320,18 +333,11 @@ def _decode_attention(
     times = np.maximum.accumulate(times, axis=2)
 
     as_timed = ~np.isnan(raw) & ~cached
-    rng = np.random.default_rng(seed)
-    gone = (rng.random(raw.shape) < _HELD_OUT) & as_timed
-    gone[:, [0, -1]] = gone[:, :, [0, -1]] = False
-    guess = fill_holes(np.where(gone, np.nan, np.log(times)), (groups, pairs, contexts))
-    errors = {"held_out": error_quantiles(np.expm1((guess - np.log(times))[gone]))}
-    at = {
-        (g, u, x): times[i, j, n]
-        for i, g in enumerate(groups)
-        for j, u in enumerate(pairs)
-        for n, x in enumerate(contexts)
-        if as_timed[i, j, n]
-    }
+    gone = _held_out(raw.shape, (1, 2)) & as_timed
+    grids = groups, pairs, contexts
+    errors = {"held_out": _filled_errors(np.log(times), gone, grids)}
+    entries = zip(itertools.product(*grids), times.flat, as_timed.flat, strict=True)
+    at = {sizes: time for sizes, time, timed in entries if timed}
     single = [
         at[g, u, x] / (1e3 * t) - 1.0
         for g, u, x, t in frame[["group", "pairs", "context", "latency"]].itertuples(index=False)
@@ -350,7 +356,7 @@ def _decode_attention(
 
 
 def _attention(
-    prompts: Any, decodes: Any, kv: str, value_bytes: int, seed: int
+    prompts: Any, decodes: Any, kv: str, value_bytes: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Tables of prompts and decodes by head size and window, with a KV cache of a format."""
     prompt, decode, errors = {}, {}, {}
@@ -361,9 +367,9 @@ def _attention(
                 continue
             key, limit = f"{size}w{window}" if window else f"{size}", [window] if window else []
             full = [1e-6 * decode[f"{size}"]["bandwidth_bytes_per_s"]] if window else []
-            prompt[key], spreads = _prompt_attention(rows, seed)
+            prompt[key], spreads = _prompt_attention(rows)
             decode[key], more = _decode_attention(
-                ends, size, seed, *limit, *full, value_bytes=value_bytes
+                ends, size, *limit, *full, value_bytes=value_bytes
             )
             if not window:
                 errors |= {f"prompt_attention_{key}_{name}": v for name, v in spreads.items()}
@@ -372,7 +378,7 @@ def _attention(
 
 
 def _latent(
-    prompts: Any, decodes: Any, kv: str, seed: int
+    prompts: Any, decodes: Any, kv: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Latent attention with 8-bit products, by heads and sizes; errors of held-out entries."""
     frames = [
@@ -391,15 +397,9 @@ def _latent(
     ):  # fmt: skip
         timed = _medians(frame, [axes[name] for name in names])
         grids = [sorted({key[i] for key in timed}) for i in range(len(names))]
-        raw = np.full([len(grid) for grid in grids], np.nan)
-        for key, us in timed.items():
-            raw[tuple(grid.index(v) for grid, v in zip(grids, key, strict=True))] = us
-        gone = (np.random.default_rng(seed).random(raw.shape) < _HELD_OUT) & ~np.isnan(raw)
-        for axis in range(raw.ndim):
-            np.moveaxis(gone, axis, 0)[[0, -1]] = False
-        guess = fill_holes(np.where(gone, np.nan, np.log(raw)), grids)
-        error = np.expm1((guess - np.log(raw))[gone])
-        errors[f"latent_{kernel}_held_out"] = error_quantiles(error)
+        raw = _on_grid(timed, *grids)
+        gone = _held_out(raw.shape, range(raw.ndim))
+        errors[f"latent_{kernel}_held_out"] = _filled_errors(np.log(raw), gone, grids)
         us = np.maximum.accumulate(np.exp(fill_holes(np.log(raw), grids)), axis=-1)
         sizes = dict(zip(names, grids, strict=True))
         tables[f"latent_{kernel}"] = {"fp8": sizes | {"us": _microseconds(us)}}
@@ -557,7 +557,7 @@ def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
 # -- cards ----------------------------------------------------------------------------------
 
 
-def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str, Any]:
+def fit_card(card: str, data: Path, systems: Path) -> dict[str, Any]:
     """The kernel tables of a card that aiconfigurator timed.
 
     Args:
@@ -565,7 +565,6 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
             :data:`TABLES_ONLY`.
         data: folder of the published tables.
         systems: ``aiconfigurator_core/systems/data``.
-        seed: chooses the rows that are held out.
 
     Returns:
         The file's content.
@@ -585,7 +584,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         if dtype == _BLOCK_SCALED:
             rows = _launched_from_graphs(systems / name / "gemm", dtype)
         if len(rows):
-            gemm[ours], spreads = _gemm(rows, seed)
+            gemm[ours], spreads = _gemm(rows)
             errors |= {f"gemm_{ours}_{key}": value for key, value in spreads.items()}
     prompts, decodes = (
         table("attention", "context_attention"),
@@ -593,10 +592,10 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     )
     attention: dict[str, Any] = {}
     for kv, (dtype, value_bytes) in _KV_DTYPES.items():
-        fitted, spreads = _attention(prompts, decodes, dtype, value_bytes, seed)
+        fitted, spreads = _attention(prompts, decodes, dtype, value_bytes)
         if (systems / name / "mla" / "vllm" / version).is_dir():
             latent = [table("mla", f"mla_{kind}_module") for kind in ("context", "generation")]
-            more, errors_of = _latent(*latent, dtype, seed)
+            more, errors_of = _latent(*latent, dtype)
             fitted, spreads = fitted | more, spreads | errors_of
         if fitted["decode_attention"]:
             end = "" if kv == "bf16" else f"_{kv}"
@@ -728,7 +727,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         "format": FORMAT,
         "card": "rtx4090",
         "kind": "derived",
-        "device": facts | {"memory_bytes": 25_250_627_584, "multiprocessors": 128},
+        "device": facts,
         "engine": {"name": "vLLM", "version": "0.19.0"},
         "gemm": {"bf16": dict(raw) | {"us": _microseconds(products_us)}},
         "prompt_attention": {
@@ -827,11 +826,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m servegym.hardware_profiles.build.fit_kernels",
         description="Kernel tables by shape, a file a card.",
     )
-    parser.add_argument("data", help="folder of the published tables")
-    parser.add_argument("systems", help="aiconfigurator_core/systems/data of the unpacked wheel")
-    parser.add_argument("--out", default=".", help="folder to write to")
+    parser.add_argument("data", type=Path, help="folder of the published tables")
+    parser.add_argument("systems", type=Path, help="aiconfigurator_core/systems/data")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder to write to")
     options = parser.parse_args(arguments)
-    data, systems = Path(options.data), Path(options.systems)
+    data, systems = options.data, options.systems
     fitted = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
     fitted[CARD] = with_timed_decodes(fitted[CARD], data)
     fitted["rtx4090"] = derive_rtx4090(fitted["l40s"], data)
@@ -841,8 +840,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for content in fitted.values():
         content["held_out"] |= spreads
     for card, content in fitted.items():
-        path = Path(options.out) / f"{card}.json"
-        write_json(content, path)
+        path = options.out / f"{card}.json"
+        write_json(path, content)
         print(f"{card}: {path.stat().st_size / 1e3:.0f} kB")
         for what, error in content["held_out"].items():
             print(f"  {what}: median {error['median']:.3f}, p90 {error['p90']:.3f}")

@@ -18,13 +18,14 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import read_json, write_json
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.published import MODEL_FOLDERS
@@ -37,7 +38,6 @@ from servegym.hardware_profiles.kernels import MixedAttention, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import data_path, load
 from servegym.hardware_profiles.model_config import model_shape
-from servegym.hardware_profiles.schema import read_json, write_json
 
 # Cards whose engine runs decodes and chunks in one kernel, and their L2 caches (NVIDIA's
 # architecture white papers).
@@ -47,10 +47,7 @@ L2_BYTES = {
     "rtx4090": 72 * 2**20,
     "rtxpro6000": 128 * 2**20,
 }
-DEVICES: dict[str, dict[str, Any]] = {
-    "rtx4090": DERIVED_CARDS["rtx4090"] | {"multiprocessors": 128},
-    "rtxpro6000": CARDS["rtxpro6000"],
-}
+DEVICES = {"rtx4090": DERIVED_CARDS["rtx4090"], "rtxpro6000": CARDS["rtxpro6000"]}
 # Query and KV heads of the timed shards.
 HEADS = {"llama-3.1-8b": (32, 8), "llama-3.1-8b tp 2": (16, 4), "qwen3-30b-a3b": (32, 4)}
 HEAD_SIZE = 128
@@ -195,10 +192,9 @@ def fit_all(data: Path) -> dict[str, dict[str, Any]]:
     values = {name: float(f"{getattr(law, name):.4g}") for name in _NAMES} | longest
     errors = {}
     for k, (card, model) in enumerate(FITTED):
-        other = fit(data, [FITTED[1 - k]])
-        other = MixedAttention(**asdict(other) | {"l2_bytes": L2_BYTES[card]})
+        other = replace(fit(data, [FITTED[1 - k]]), l2_bytes=L2_BYTES[card])
         errors[f"{card}_{model}_from_the_other_card"] = logs(other, data, card, model)
-        skew = MixedAttention(**asdict(other) | fit_longest(data, other, [FITTED[1 - k][0]]))
+        skew = replace(other, **fit_longest(data, other, [FITTED[1 - k][0]]))
         for kind, logarithms in skew_logs(skew, data, card).items():
             errors[f"{card}_unequal_{kind}_from_the_other_card"] = logarithms[:, 0]
     for card, model in UNSEEN:
@@ -242,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="folder of the published tables")
     for card, mixed in fit_all(parser.parse_args(arguments).data).items():
         path = data_path("kernels") / f"{card}.json"
-        write_json(with_mixed(read_json(path), mixed), path)
+        write_json(path, with_mixed(read_json(path), mixed))
     name = "rtxpro6000-llama-3.1-8b"
     with_surplus(load(name), "rtxpro6000", "llama-3.1-8b").save(data_path(f"{name}.json"))
     return 0

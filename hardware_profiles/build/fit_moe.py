@@ -1,8 +1,7 @@
 """Layer profiles from kernel tables: Mixtral-8x7B, Qwen3-30B-A3B, DeepSeek-V2-Lite.
 
 The whole layer is the fused kernel as timed, tokens spread evenly over the experts (on the A100
-only skewed routing was timed: power law, exponent 1.01). An expert alone is composed of its
-matrix products with dense kernels and of the activation. Weights that fit in the L2 cache were
+only skewed routing was timed: power law, exponent 1.01). Weights that fit in the L2 cache were
 still there from the call before when the kernels were timed; in a model another layer runs in
 between, so such times are raised to ``base_s + active x expert_read_s``, fitted on the calls too
 large for the cache.
@@ -22,35 +21,24 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.published import (
-    MODEL_FOLDERS,
-    REFERENCE_KERNELS,
-    MatrixProducts,
-    scale_by_bandwidth,
-)
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import (
     as_integers,
-    check_explains,
     error_quantiles,
     interpolate_missing,
-    isotonic_fit,
     random_third,
     rounded,
 )
-from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS, read_ops
 from servegym.hardware_profiles.interpolation import along
-from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.schema import write_json
 
 FORMAT = "servegym-moe-layer/1"
 L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
 ROUTING = {"a100-80g": "power_law_1.01"}
 PROFILED_KERNELS = MODEL_FOLDERS["rtxpro6000", "qwen3-30b-a3b"]
 _DEVICE_FACTS = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "tensor_flop_per_s")
-# The activation was timed with this width.
-_TIMED_WIDTH = 14336
 
 
 def _model(
@@ -85,7 +73,7 @@ _ROUNDING = 1e-9
 
 
 def _read_layer(path: Path, model: Mapping[str, Any], routing: str) -> dict[int, float]:
-    """``{tokens: seconds}`` of the fused layer with all experts on the card."""
+    """``{tokens: seconds}`` of the fused layer with all experts on the card, empty if untimed."""
     names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts")
     rows = CsvTable(path, (*names, "moe_tp_size", "moe_ep_size", "distribution", "latency"), 8)
     shape = tuple(
@@ -96,14 +84,7 @@ def _read_layer(path: Path, model: Mapping[str, Any], routing: str) -> dict[int,
         tokens, *sizes = (rows.count(line, row, name) for name in names)
         whole = (row["moe_tp_size"], row["moe_ep_size"], row["distribution"]) == ("1", "1", routing)
         if whole and tuple(sizes) == shape:
-            if tokens < 1 or tokens in out:
-                raise rows.error(line, "num_tokens", f"got {tokens}", "give every size once, >= 1")
             out[tokens] = 1e-3 * rows.positive(line, row, "latency", "milliseconds")
-    if len(out) < 8 or 1 not in out:
-        raise ValueError(
-            f"{path}: field 'num_tokens': {len(out)} sizes of {shape} with {routing} routing; "
-            "time at least 8, one token among them"
-        )
     return dict(sorted(out.items()))
 
 
@@ -165,33 +146,6 @@ def _whole_layer(
     return np.array(list(times), float), np.array(out), raised
 
 
-def _expert_alone(
-    data: Path, card: str, model: Mapping[str, Any], read_s: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens and seconds of one expert: two products and the activation, weights from memory.
-
-    The third array holds the seconds before the products are made non-decreasing.
-    """
-    facts = CARDS[card]
-    hidden, width = model["hidden_size"], model["expert_intermediate_size"]
-    shapes = [(2 * width, hidden), (hidden, width)]
-    products = MatrixProducts(data / "aiconfigurator" / f"{facts['file']}_vllm_gemm_perf.csv")
-    tokens = products.tokens(shapes)
-    raw = [products.seconds(n, k, tokens) for n, k in shapes]
-    smooth = np.sum([isotonic_fit(times) for times in raw], axis=0)
-    act = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens", DENSE_OPS, 36)["act_fn"]
-    grid = np.array(sorted(act), float)
-    time = np.array([act[int(t)] for t in grid])
-    floor = time[0]
-    grown = scale_by_bandwidth(grid, time, facts["memory_bandwidth_bytes_per_s"], tokens) - floor
-    other = floor + grown * (width / _TIMED_WIDTH)
-    return (
-        np.array(tokens, float),
-        np.maximum(smooth + other, read_s),
-        np.maximum(np.sum(raw, axis=0) + other, read_s),
-    )
-
-
 def other_shape(
     tokens: np.ndarray,
     seconds: np.ndarray,
@@ -220,45 +174,37 @@ def other_shape(
     return reading + along(tokens, rest, tokens * work), (base, read * size)
 
 
-def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> dict[str, Any]:
+def fit_layer(card: str, model: str, data: Path) -> dict[str, Any]:
     """Fit the profile of one layer on one card.
 
     Args:
         card: a key of :data:`L2_BYTES`.
         model: a key of :data:`MODELS`.
         data: folder of the published tables.
-        seed: chooses the rows that are held out.
 
     Returns:
         The file: ``"fitted"`` where the layer was timed, else ``"derived"``.
 
     Raises:
-        ValueError: for an unknown name, or naming the file, line and field of a bad input.
+        ValueError: naming the file, line and field of a bad input.
     """
-    if card not in L2_BYTES:
-        raise ValueError(unknown_name("card", card, list(L2_BYTES)))
-    if model not in MODELS:
-        raise ValueError(unknown_name("model", model, list(MODELS)))
-    root, facts = Path(data), MODELS[model]
+    facts = MODELS[model]
     derived = model == "deepseek-v2-lite"
     timed = MODELS["qwen3-30b-a3b"] if derived else facts
     routing = ROUTING.get(card, "balanced")
-    path = root / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_moe_perf.csv"
+    path = data / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_moe_perf.csv"
     times = _read_layer(path, timed, routing)
-    check_explains(np.array(list(times.values())), f"{path}: field 'latency': by num_tokens")
     law = small_call_law(times, timed, L2_BYTES[card], routing == "balanced")
     tokens, seconds, raised = _whole_layer(times, timed, law, L2_BYTES[card])
 
     as_timed = seconds == np.array(list(times.values()))
     error: dict[str, Any] = {
         "measure": "absolute relative error; held-out rows unless said",
-        "layer_random_third": _layer_error(tokens, seconds, as_timed, seed),
+        "layer_random_third": _layer_error(tokens, seconds, as_timed),
     }
     if derived:
         error |= _other_shape_errors(path, routing, tokens, seconds, timed, law, card)
         seconds, law = other_shape(tokens, seconds, timed, law, facts)
-    alone_tokens, alone, unsmoothed = _expert_alone(root, card, facts, law[1])
-    error["expert_random_third"] = _expert_error(alone_tokens, unsmoothed, seed)
     result = {
         "format": FORMAT,
         "name": f"{card}-{model}",
@@ -267,45 +213,32 @@ def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> dict
         "device": {key: CARDS[card][key] for key in _DEVICE_FACTS} | {"l2_bytes": L2_BYTES[card]},
         "model": facts,
         "engine": {
-            "name": "vLLM fused MoE; dense products",
+            "name": "vLLM fused MoE",
             "version": f"{CARDS[card]['version']} (kernels)",
             "dtype": "bf16",
         },
         "law": {
             "base_s": float(f"{law[0]:.6g}"),
             "expert_read_s": float(f"{law[1]:.6g}"),
-            "expert_tokens": as_integers(alone_tokens),
-            "expert_s": rounded(alone),
             "layer_tokens": as_integers(tokens),
             "layer_s": rounded(seconds),
         },
-        "domain": {
-            "max_expert_tokens": int(alone_tokens[-1]),
-            "max_layer_tokens": int(tokens[-1]),
-        },
+        "domain": {"max_layer_tokens": int(tokens[-1])},
         "fit_error": error,
         "provenance": _provenance(card, routing, raised, derived),
     }
     if (card, model) == ("rtxpro6000", "qwen3-30b-a3b"):
-        error |= _against_profiler(root / PROFILED_KERNELS / "moe.csv", result)
+        error |= _against_profiler(data / PROFILED_KERNELS / "moe.csv", result)
     return result
 
 
 def _layer_error(
-    tokens: np.ndarray, seconds: np.ndarray, as_timed: np.ndarray, seed: int
+    tokens: np.ndarray, seconds: np.ndarray, as_timed: np.ndarray
 ) -> dict[str, float | int]:
     """Errors of the layer at a third of its rows, interpolated from the others."""
-    gone = random_third(seconds.shape, np.random.default_rng(seed))
+    gone = random_third(seconds.shape, np.random.default_rng(0))
     guess = interpolate_missing(tokens, seconds, gone)
     return error_quantiles((guess / seconds - 1.0)[gone & as_timed])
-
-
-def _expert_error(tokens: np.ndarray, unsmoothed: np.ndarray, seed: int) -> dict[str, float | int]:
-    """Errors of an expert alone at a third of its rows, fitted without them."""
-    gone = random_third(unsmoothed.shape, np.random.default_rng(seed))
-    fit = isotonic_fit(unsmoothed[~gone])
-    guess = along(tokens[~gone], fit, tokens[gone])
-    return error_quantiles(guess / unsmoothed[gone] - 1.0)
 
 
 def _other_shape_errors(
@@ -320,9 +253,8 @@ def _other_shape_errors(
     """Errors of :func:`other_shape` on the timed layers of other shapes, as far as there are."""
     error = {}
     for label, shape in OTHER_TIMED.items():
-        try:
-            truth = _read_layer(path, shape, routing)
-        except ValueError:
+        truth = _read_layer(path, shape, routing)
+        if not truth:
             continue
         predicted, _ = other_shape(tokens, seconds, timed, law, shape)
         pairs = [
@@ -341,13 +273,8 @@ def _provenance(card: str, routing: str, raised: int, derived: bool) -> dict[str
     notes = [
         f"whole layer: fused kernel as timed, {routing.replace('_', ' ')} routing; gate and "
         "shared experts left out",
-        "expert alone: two matrix products (untimed shapes: median of the three nearest in size, "
-        "scaled) and the activation of the RTX 4090 scaled by memory bandwidth and width",
         f"{raised} calls whose weights fit in twice the L2 cache of {L2_BYTES[card] / 1e6:.0f} MB "
         "were raised to base_s + active x expert_read_s",
-        "several experts in one fused call: base_s plus each one's share of the whole layer at "
-        "its number of tokens; an expert alone in dense kernels is another kernel, slower for few "
-        "tokens of small experts",
     ]
     if derived:
         notes.insert(
@@ -357,9 +284,8 @@ def _provenance(card: str, routing: str, raised: int, derived: bool) -> dict[str
         )
     return {
         "source": f"aiconfigurator-core 0.12.0: {CARDS[card]['file']} vLLM "
-        f"{CARDS[card]['version']} moe and gemm; casys-kaist/LLMServingSim @5daddb21a545 for the "
-        "activation",
-        "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
+        f"{CARDS[card]['version']} moe",
+        "licence": "aiconfigurator-core Apache-2.0",
         "commit": "aiconfigurator-core 0.12.0",
         "date": "2026-11-21",
         "command": "python -m servegym.hardware_profiles.build.fit_moe DATA",
@@ -373,33 +299,15 @@ def _layer_s(layer: Mapping[str, Any], tokens: float) -> float:
     return along(np.array(law["layer_tokens"]), np.array(law["layer_s"]), tokens)
 
 
-def _group_s(layer: Mapping[str, Any], active: int, tokens: float) -> float:
-    """Seconds of one fused call of some experts with so many tokens each.
-
-    Every expert adds its part of the whole layer at the size that gives all experts as many
-    tokens, and never less than reading its weights takes.
-    """
-    law, experts = layer["law"], layer["model"]["experts"]
-    whole = _layer_s(layer, max(tokens, 1.0) * experts / layer["model"]["top_k"])
-    return law["base_s"] + active * max((whole - law["base_s"]) / experts, law["expert_read_s"])
-
-
 def _against_profiler(path: Path, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Distance from another profiler's fused calls, by tokens and active experts."""
+    """Distance from another profiler's fused calls of all experts, by tokens."""
     rows, model = CsvTable(path, ("tokens", "activated_experts", "time_us"), 8), layer["model"]
-    whole, groups = [], []
-    for line, row in rows.rows:
-        tokens, active = (rows.count(line, row, name) for name in ("tokens", "activated_experts"))
-        seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
-        if active * model["expert_bytes"] <= L2_BYTES["rtxpro6000"]:
-            continue
-        if active == model["experts"]:
-            whole.append(_layer_s(layer, tokens) / seconds - 1.0)
-        groups.append(_group_s(layer, active, tokens * model["top_k"] / active) / seconds - 1.0)
-    return {
-        "layer_against_llmservingsim": error_quantiles(np.array(whole)),
-        "group_against_llmservingsim": error_quantiles(np.array(groups)),
-    }
+    errors = [
+        _layer_s(layer, float(row["tokens"])) / (1e-6 * float(row["time_us"])) - 1.0
+        for _, row in rows.rows
+        if int(row["activated_experts"]) == model["experts"]
+    ]
+    return {"layer_against_llmservingsim": error_quantiles(np.array(errors))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -408,12 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m servegym.hardware_profiles.build.fit_moe",
         description="Mixture-of-experts layers from kernel tables.",
     )
-    parser.add_argument("data", help="folder of the published tables")
+    parser.add_argument("data", type=Path, help="folder of the published tables")
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     layers = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
     for layer in layers:
-        write_json(layer, Path(options.out) / f"moe-{layer['name']}.json")
+        write_json(Path(options.out) / f"moe-{layer['name']}.json", layer)
         law = layer["law"]
         print(
             f"{layer['name']}: layer, 1 and 256 tokens {1e6 * _layer_s(layer, 1):.0f} and "

@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
-from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.schema import write_json
 from servegym.hardware_profiles.serverless import MB, SERVING
 
 FORMAT = "servegym-serverless-constants/1"
@@ -82,18 +81,10 @@ def fit_experts(path: str | os.PathLike[str]) -> dict[str, Any]:
         size = table.positive(line, row, "expert_params")
         if table.positive(line, row, "threads") != 1:
             continue
-        # No processor core multiplies faster than 1e12 or slower than 1e8 times a second.
-        if not 1e-12 < seconds / (size * tokens) < 1e-8:
-            raise table.error(line, "ms_min", f"got {row['ms_min']}", "write milliseconds")
         points[row["model"]][int(tokens)] = seconds
         parameters[row["model"]] = int(size)
     out = {}
     for name, times in points.items():
-        if 1 not in times or len(times) < 4:
-            raise ValueError(
-                f"{table.path}: field 'tokens': {name} has the points {sorted(times)}; measure 1 "
-                "and at least three more with one thread"
-            )
         n = np.array(sorted(times)[1:], float)
         t = np.array([times[int(v)] for v in n])
         floor, slope = _line(n, t)
@@ -138,10 +129,6 @@ def fit_threads(path: str | os.PathLike[str]) -> dict[str, Any]:
         time = table.positive(line, row, "us_p50")
         if table.positive(line, row, "experts_per_call") == 1 and threads <= SERVING.max_vcpus:
             best[threads] = min(time, best.get(threads, math.inf))
-    if 1 not in best or len(best) < 4:
-        raise ValueError(
-            f"{table.path}: field 'threads': has {sorted(best)}; measure 1 and three more"
-        )
     n = np.array(sorted(best), float)
     t = np.array([best[int(v)] for v in n]) / best[1]
 
@@ -186,7 +173,7 @@ def fit_starts(path: str | os.PathLike[str]) -> dict[str, Any]:
         One law a package and architecture, pooled over memory sizes.
 
     Raises:
-        ValueError: Naming file, line and field of bad input, or a law that is far off.
+        ValueError: Naming file, line and field of bad input.
     """
     columns = ("date", "runtime", "package", "arch", "memory_mb", "init_ms_samples")
     table = CsvTable(Path(path), columns, 10)
@@ -197,37 +184,20 @@ def fit_starts(path: str | os.PathLike[str]) -> dict[str, Any]:
         if not row["runtime"].startswith("python3"):
             continue
         memory = int(table.positive(line, row, "memory_mb"))
-        samples = []
-        for text in row["init_ms_samples"].split():
-            value = table.positive(line, {"init_ms_samples": text}, "init_ms_samples")
-            if not 1.0 < value < 600_000.0:
-                raise table.error(line, "init_ms_samples", f"got {text}", "write milliseconds")
-            samples.append(1e-3 * value)
+        samples = [1e-3 * float(text) for text in row["init_ms_samples"].split()]
         groups[f"{row['package']}-{row['arch']}"].append((row["date"] in held_out, memory, samples))
-    if not groups:
-        raise ValueError(f"{table.path}: field 'runtime': no row of a Python function")
-    return {name: _start_law(table.path, name, rows) for name, rows in sorted(groups.items())}
+    return {name: _start_law(rows) for name, rows in sorted(groups.items())}
 
 
-def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]]) -> dict[str, Any]:
+def _start_law(rows: list[tuple[bool, int, list[float]]]) -> dict[str, Any]:
     """One lognormal law of ``(held out, memory in MB, seconds)`` rows, and its errors."""
     from scipy.special import ndtri
     from scipy.stats import kstest
 
     fitted = np.array([s for left_out, _, samples in rows if not left_out for s in samples])
     left_out = np.array([s for gone, _, samples in rows if gone for s in samples])
-    if len(fitted) < 30 or len(left_out) < 10:
-        raise ValueError(
-            f"{path}: field 'init_ms_samples': {name} has {len(fitted)} samples to fit "
-            f"and {len(left_out)} left out; at least 30 and 10 are required"
-        )
     centre, sigma = float(np.log(fitted).mean()), float(np.log(fitted).std())
     distance = float(kstest((np.log(left_out) - centre) / sigma, "norm").statistic)
-    if distance > 0.3:
-        raise ValueError(
-            f"{path}: {name}: the lognormal law is {distance:.2f} away from the days "
-            "left out (Kolmogorov-Smirnov); at most 0.3 is allowed"
-        )
     sizes = sorted({memory for _, memory, _ in rows})
     by_memory = [
         np.median([s for _, memory, samples in rows if memory == size for s in samples])
@@ -277,18 +247,8 @@ def fit_loads(path: str | os.PathLike[str]) -> dict[str, Any]:
     table = CsvTable(Path(path), ("testbed", "mode", "model", "format", "loading_time_s"), 2)
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for line, row in table.rows:
-        if row["model"] not in _LOADED:
-            raise table.error(
-                line,
-                "model",
-                unknown_name("model", row["model"], list(_LOADED)),
-                "add its parameter count to the fit",
-            )
         seconds = table.positive(line, row, "loading_time_s")
         size = 2.0 * _LOADED[row["model"]] / MB
-        if not 50.0 < size / seconds < 1e6:
-            problem = f"{size:.0f} MB in {seconds:g}"
-            raise table.error(line, "loading_time_s", problem, "write seconds")
         key = f"{row['testbed'].partition('_')[0]}-{row['format']}"
         groups[key if row["mode"] == "random" else f"{key}-{row['mode']}"].append((size, seconds))
     out = {}
@@ -320,9 +280,8 @@ def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
 
     def find(provider: str, item: str, note: str = "") -> float:
         for line, row in table.rows:
-            if (row["provider"], row["item"]) == (provider, item) and row[
-                "tier_or_note"
-            ].startswith(note):
+            same = (row["provider"], row["item"]) == (provider, item)
+            if same and row["tier_or_note"].startswith(note):
                 return table.positive(line, row, "value")
         raise ValueError(
             f"{table.path}: field 'item': no row of {provider}, {item} {note}".rstrip()
@@ -345,9 +304,6 @@ def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
         "alibaba_gpu_ada_over_cpu": ada / cpu,
         "alibaba_request_usd": find("Alibaba FC", "invocations") * unit * 1e-4,
     }
-    for key in ("aws_cpu_usd_per_mb_s", "alibaba_cpu_usd_per_mb_s"):
-        if not 1e-10 < prices[key] < 1e-5:
-            raise ValueError(f"{table.path}: field 'value': {key} would be {prices[key]:g}")
     return {key: float(f"{value:.6g}") for key, value in prices.items()}
 
 
@@ -447,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="constants.json", help="file to write")
     options = parser.parse_args(arguments)
     data = fit(options.folder, options.cpu_expert)
-    write_json(data, options.out)
+    write_json(options.out, data)
     for key, expert in data["cpu_expert"]["shapes"].items():
         print(f"{key}: {expert}")
     print(f"threads: {data['thread_scaling']}")

@@ -1,15 +1,15 @@
-"""Published tables that several fits read: kernels of models, matrix products, vidur's layers."""
+"""What several fits share: published kernel timings of models, products and layers; the writing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
-from servegym.hardware_profiles.interpolation import along
+from servegym.hardware_profiles.law import Profile
 
 _PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16"
 _QWEN = "Qwen/Qwen3-30B-A3B-Instruct-2507/bf16"
@@ -41,12 +41,9 @@ class MatrixProducts:
 
     def __init__(self, path: Path) -> None:
         rows = CsvTable(path, ("m", "n", "k", "latency"), 16)
-        self.path = path
         self.shapes: dict[tuple[int, int], dict[int, float]] = {}
         for line, row in rows.rows:
             m, n, k = (rows.count(line, row, name) for name in ("m", "n", "k"))
-            if min(m, n, k) < 1:
-                raise rows.error(line, "m", "a side of 0", "write sides >= 1")
             seconds = 1e-3 * rows.positive(line, row, "latency", "milliseconds")
             self.shapes.setdefault((n, k), {})[m] = seconds
 
@@ -55,13 +52,6 @@ class MatrixProducts:
         if (n, k) in self.shapes:
             return [(1.0, self.shapes[n, k])]
         order = sorted(self.shapes, key=lambda s: (abs(math.log(n * k / (s[0] * s[1]))), -s[0]))
-        scale = n * k / (order[0][0] * order[0][1])
-        if not 0.5 <= scale <= 8.0:
-            raise ValueError(
-                f"{self.path}: field 'n': the timed product nearest to {n} x {k} is "
-                f"{order[0][0]} x {order[0][1]}, {max(scale, 1 / scale):.3g} times off in size; "
-                "time it"
-            )
         return [(n * k / (s[0] * s[1]), self.shapes[s]) for s in order[:_NEAR]]
 
     def seconds(self, n: int, k: int, tokens: Sequence[int]) -> np.ndarray:
@@ -70,19 +60,12 @@ class MatrixProducts:
         Args:
             n: output features.
             k: inner features.
-            tokens: rows ``m``; every one must have been timed for the shapes used.
+            tokens: rows ``m``, of :meth:`tokens`.
 
         Returns:
             ``(len(tokens),)`` seconds.
-
-        Raises:
-            ValueError: if no timed shape is near, or a number of tokens was not timed.
         """
         parts = self._near(n, k)
-        for _, times in parts:
-            missing = [m for m in tokens if m not in times]
-            if missing:
-                raise ValueError(f"{self.path}: field 'm': {missing[0]} was not timed; time it")
         return np.array([np.median([w * times[m] for w, times in parts]) for m in tokens])
 
     def tokens(self, shapes: Sequence[tuple[int, int]]) -> list[int]:
@@ -91,24 +74,14 @@ class MatrixProducts:
         return sorted(set.intersection(*grids))
 
 
-def scale_by_bandwidth(
-    grid: np.ndarray, time: np.ndarray, bandwidth: float, tokens: Sequence[int]
-) -> np.ndarray:
-    """Times of a memory-bound op of the RTX 4090 on another card.
-
-    The launch floor stays; what grows is scaled by the ratio of the memory bandwidths.
-
-    Args:
-        grid: ``(G,)`` sizes at which the op was timed.
-        time: ``(G,)`` seconds on the RTX 4090.
-        bandwidth: memory bandwidth of the other card, bytes/s.
-        tokens: sizes to evaluate.
-
-    Returns:
-        ``(len(tokens),)`` seconds.
-    """
-    here = along(grid, time, tokens)
-    return time[0] + (here - time[0]) * (REFERENCE_BANDWIDTH / bandwidth)
+def save(profiles: Iterable[Profile], folder: Path) -> None:
+    """Write profiles to a folder, and print what each has of a decode, a prompt and memory."""
+    for profile in profiles:
+        profile.save(folder / f"{profile.name}.json")
+        print(
+            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
+            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
+        )
 
 
 def vidur_layer_s(data: Path, card: str, model: str) -> dict[int, float]:

@@ -10,13 +10,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import read_json
 from servegym.hardware_profiles.calibrate.check import score_lines
 from servegym.hardware_profiles.calibrate.fitting import (
     ESTIMATOR_MAX_CONTEXT,
@@ -41,12 +42,11 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     layer_lines,
     read_meta,
 )
-from servegym.hardware_profiles.calibrate.options import add_options, option
 from servegym.hardware_profiles.host import parse_engine, with_engine
 from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import MIXED_TABLE, read_json
+from servegym.hardware_profiles.schema import MIXED_TABLE
 
 # Reading all weights once takes at least this long on any device, and no longer than this on
 # one worth serving from. Outside lies a unit mistake.
@@ -54,9 +54,14 @@ _FASTEST_BYTES_PER_S = 3e13
 _SLOWEST_BYTES_PER_S = 5e9
 
 
+def option(text: str, default: Any) -> Any:
+    """A field of `KernelOptions`, and the help of its flag."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class KernelOptions:
-    """What `calibrate_kernels` is told besides the timings."""
+    """What `calibrate_kernels` is told besides the timings; each is a flag of the command."""
 
     name: str = option("name of the profile", "rtx4090-llama-3.1-8b")
     model: str = option("model name, or a JSON file of model facts", "Llama-3.1-8B")
@@ -70,7 +75,7 @@ class KernelOptions:
     source: str | None = option("where the timings come from", None)
     licence: str = option("licence of the timings", "not stated")
     commit: str | None = option("commit of the source", None)
-    notes: Sequence[str] = option("remark; repeatable", ())
+    notes: Sequence[str] = ()
 
 
 def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) -> Profile:
@@ -343,7 +348,10 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", help="file to write (default: NAME.json)")
     add("--check", metavar="OTHER", help="score on a folder, or a CSV file of whole iterations")
     add("--profile", metavar="NAME", help="with --check: score this profile, fit none")
-    add_options(parser, KernelOptions)
+    add("--note", dest="notes", action="append", help="remark; repeatable")
+    for each in fields(KernelOptions)[:-1]:
+        kind = {"int": int, "float": float}.get(str(each.type), str)
+        add(f"--{each.name.replace('_', '-')}", type=kind, help=each.metadata["help"])
     return parser
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from scipy.optimize import isotonic_regression, linprog, nnls
 
+from servegym._files import read_json
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.interpolation import along
 from servegym.hardware_profiles.law import Estimator, LawTables, Profile
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.schema import ESTIMATOR_FIELDS, FORMAT, read_json
+from servegym.hardware_profiles.schema import ESTIMATOR_FIELDS, FORMAT
 
 # Times of growing work whose best non-falling fit explains less than this are no law.
 EXPLAINED_FLOOR = 0.5

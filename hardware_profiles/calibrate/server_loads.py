@@ -20,10 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from servegym._files import MalformedFileError, csv_header, json_rows, parse_number, parse_time
+from servegym._files import (
+    MalformedFileError,
+    csv_header,
+    json_rows,
+    parse_number,
+    parse_time,
+    read_json,
+)
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.measure.server import COLUMNS
-from servegym.hardware_profiles.schema import Fields, read_json
+from servegym.hardware_profiles.schema import Fields
 
 LENGTHS = ("prompt_tokens", "output_tokens")
 

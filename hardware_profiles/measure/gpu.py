@@ -33,7 +33,7 @@ import torch
 from torch.nn import functional
 
 from servegym._checks import real
-from servegym._files import write_csv, write_text
+from servegym._files import write_csv, write_json, write_text
 from servegym.hardware_profiles.calibrate.kernel_tables import (
     LAYER_FILE,
     OPS_PER_LAYER,
@@ -44,7 +44,6 @@ from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, repeat
 from servegym.hardware_profiles.model_config import ModelShape, model_shape
-from servegym.hardware_profiles.schema import write_json
 
 Step = Callable[[], Any]
 
@@ -437,8 +436,9 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
             )
         return
     slug = re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
-    write_json(facts, root / "model.json")
+    write_json(root / "model.json", facts)
     write_json(
+        root / SETTINGS_FILE,
         {
             "--name": f"{slug}-{name}",
             "--model": "model.json",
@@ -449,7 +449,6 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
             "--note": f"torch kernels with random weights; element-wise operations {fused}; "
             "decode attention over contiguous keys, where engines have pages",
         },
-        root / SETTINGS_FILE,
     )
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     write_text(meta, f"{mark}torch: {torch.__version__}\nprofiled_at: {when}\n")

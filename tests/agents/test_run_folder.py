@@ -246,7 +246,7 @@ def test_every_number_of_every_agent_has_bounds(agent):
 
 
 def test_an_id_is_looked_up_among_the_families(tmp_path):
-    with pytest.raises(ValueError, match="did you mean 'servegym/LLMRoutingSummary-v3'"):
+    with pytest.raises(ValueError, match="Did you mean 'servegym/LLMRoutingSummary-v3'"):
         ppo.train(tiny("ppo", tmp_path, env_id="servegym/LLMRoutingSummery-v1")[1])
     assert not list(tmp_path.iterdir())
     prefixed = "servegym:servegym/LLMRoutingExperts-v3"

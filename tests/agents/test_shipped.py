@@ -12,7 +12,6 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.leaderboard import POINTS, read_board
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.papers.study import RESULTS
-from servegym.experiments.studies.placement.learning import Control
 
 REFERENCES = {
     "llm_routing": "priced_greedy",
@@ -62,7 +61,7 @@ def test_each_beats_a_plain_rule_on_prompts_never_trained_on(family, name):
         "llm_routing": ("greedy_qos", "avg_qos", {"episode_requests": 400, "rate": 9.0}, 1.03),
         "serverless_moe": ("keep_alive", "mean_reward", {"model": "deepseek-v2-lite"}, 0.98),
         "expert_placement": (
-            Control("own_share"),
+            "prism",
             "mean_latency_s",
             {"scenario": scenario(name), "epochs": 2},
             0.7 if scenario(name) == "edge_hetero" else 1.0,

@@ -13,6 +13,7 @@ from servegym.baselines.policy_file import policy_from_file
 from servegym.baselines.registry import from_callable
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.guest import IN_PROCESS
 
 from ..runner import servegym
 
@@ -43,7 +44,7 @@ class Policy(BasePolicy):
 
 def test_a_class_agrees_with_the_same_baseline(tmp_path: Path) -> None:
     (tmp_path / "turns.py").write_text(STATEFUL)
-    ours = evaluate(ENV_ID, [str(tmp_path / "turns.py")], 3, 5, SMALL, in_process=True)
+    ours = evaluate(ENV_ID, [str(tmp_path / "turns.py")], 3, 5, SMALL, guests=IN_PROCESS)
     theirs = evaluate(ENV_ID, ["round_robin"], 3, 5, SMALL)
     assert [r["avg_qos"] for r in ours] == [r["avg_qos"] for r in theirs]
     assert ours[0]["policy"] == "turns"
@@ -61,7 +62,7 @@ def test_a_class_without_init_finds_the_system(
         "class Policy(BasePolicy):\n    def act(self, observation, action_mask):\n"
         "        return np.full(len(action_mask), self.system.num_experts)\n"
     )
-    rows = evaluate(ENV_ID, ["last.py"], 2, env_kwargs=SMALL, in_process=True)
+    rows = evaluate(ENV_ID, ["last.py"], 2, env_kwargs=SMALL, guests=IN_PROCESS)
     (used,) = (key for key in rows[0] if key.startswith("share_") and rows[0][key] > 0)
     assert used == [key for key in rows[0] if key.startswith("share_")][-1]
     assert rows[0]["policy"] == "last"
@@ -146,7 +147,7 @@ def test_objects_get_it_as_well_and_the_packages_rules_read_the_dict() -> None:
         return np.ones(len(observation[:, 405]), dtype=int)
 
     policies = [from_callable(act, "mine"), "least_outstanding"]
-    rows = evaluate(FLAT, policies, 1, 5, SMALL, in_process=True)
+    rows = evaluate(FLAT, policies, 1, 5, SMALL, guests=IN_PROCESS)
     assert rows[1]["avg_qos"] == evaluate(ENV_ID, policies[1:], 1, 5, SMALL)[0]["avg_qos"]
 
 
@@ -224,7 +225,7 @@ def test_a_saved_model_plays_as_in_its_library(tmp_path: Path, name: str, env_id
         observation, reward, ended, _, info = env.step(action)
         starts, paid = np.zeros(1, bool), paid + float(reward)
     file = tmp_path / f"{name.lower()}.zip"
-    (row,) = evaluate(family.env_id, [file], 1, 7, small, in_process=True)
+    (row,) = evaluate(family.env_id, [file], 1, 7, small, guests=IN_PROCESS)
     assert row["policy"] == name.lower() and row["source"] == "guest in process"
     kpis = {key: value for key, value in info["episode_kpis"].items() if value == value}
     assert {key: row[key] for key in kpis} == kpis
@@ -236,7 +237,7 @@ def test_a_saved_model_that_takes_masks_gets_them_in_a_process_of_its_own(tmp_pa
     (row,) = evaluate(ENV_ID, [file], 1, 7, CROWDED)
     assert row["source"] == "guest" and row["reject_rate"] == 0.0
     with pytest.raises(ValueError, match="trained on observations of shape .118.; .* flat .406."):
-        evaluate(ENV_ID, [file], 1, 7, SMALL, in_process=True)
+        evaluate(ENV_ID, [file], 1, 7, SMALL, guests=IN_PROCESS)
 
 
 def test_what_is_no_saved_model_or_cannot_be_read_is_refused(

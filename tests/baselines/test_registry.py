@@ -60,9 +60,9 @@ def test_the_name_that_is_meant(given, names, meant):
 
 
 def test_unknown_names_and_parameters_are_refused(system):
-    with pytest.raises(ValueError, match="did you mean 'least_outstanding'"):
+    with pytest.raises(ValueError, match="Did you mean 'least_outstanding'"):
         make_policy("least_outstandin", system)
-    with pytest.raises(ValueError, match="did you mean 'llm_routing'"):
+    with pytest.raises(ValueError, match="Did you mean 'llm_routing'"):
         list_policies("llm_routin")
     for name in ("greedy_qos", "expected_qos", "rollout", "priced_greedy"):  # by ``**``, too
         with pytest.raises(ValueError, match="policy.*no_such_parameter"):

@@ -88,9 +88,9 @@ def test_the_table_says_defaults_and_bounds():
 @pytest.mark.parametrize("env_id", OTHER)
 def test_the_arguments_of_a_problem_make_it_again(env_id):
     env = gym.make(env_id, **OTHER[env_id]).unwrapped
-    arguments = env.problem.arguments
+    arguments = dict(env.problem.arguments)
     again = type(env)(**json.loads(json.dumps(arguments))).problem.arguments
-    assert json.dumps(again) == json.dumps(arguments)
+    assert json.dumps(dict(again)) == json.dumps(arguments)
     for name, value in OTHER[env_id].items():
         assert name == "fleet" or arguments[name] == value
 

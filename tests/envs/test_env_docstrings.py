@@ -57,17 +57,3 @@ def placement_rows(root):
     doc = placement_text(root)
     lines = (line.strip().strip("|").split("|") for line in doc.splitlines() if line.count("|") > 3)
     return [[cell.strip() for cell in line] for line in lines]
-
-
-def test_placement_states_the_bounds_of_its_observations(root):
-    core = module("expert_placement", "core")
-    problem = module("expert_placement", "config").build_problem(model="toy")
-    space, found = core.observation_space(problem), {}
-    for row in placement_rows(root):
-        high = re.search(r"\[([^\]]+)\]$", row[-1])
-        if high:
-            for key in row[0].replace("`", "").split(", "):
-                cluster = problem.cluster
-                top = cluster.layers * cluster.experts if high[1] == "L E" else float(high[1])
-                found[key] = top
-    assert found == {key: float(box.high.max()) for key, box in space.items()}

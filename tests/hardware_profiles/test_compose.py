@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.interpolate import RegularGridInterpolator
 
+from servegym._files import read_json
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.compose import (
     OTHER_MODEL_SD,
@@ -19,7 +20,6 @@ from servegym.hardware_profiles.compose import (
 from servegym.hardware_profiles.kernels import load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
-from servegym.hardware_profiles.schema import read_json
 
 from ..runner import servegym
 

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
+from servegym._files import read_json, write_json
 from servegym.hardware_profiles import (
     Profile,
     list_profiles,
@@ -14,7 +15,6 @@ from servegym.hardware_profiles import (
 )
 from servegym.hardware_profiles.law import WARNED_PROFILES
 from servegym.hardware_profiles.load import data_path
-from servegym.hardware_profiles.schema import read_json, write_json
 
 RTX = "rtx4090-llama-3.1-8b"
 TABULATED = [name for name in list_profiles() if not name.startswith("paper-linear")]
@@ -233,7 +233,7 @@ def test_bad_file_is_refused(tmp_path, text, message):
 )
 def test_bad_fleet_is_refused(tmp_path, change, message):
     fleet = read_json(data_path("fleet-edge-6-homogeneous.json")) | change
-    write_json(fleet, tmp_path / "fleet.json")
+    write_json(tmp_path / "fleet.json", fleet)
     with pytest.raises(ValueError, match=message):
         load_fleet(tmp_path / "fleet.json")
 
@@ -242,6 +242,6 @@ def test_fleet_from_a_path(tmp_path):
     load(RTX).save(tmp_path / "mine.json")
     fleet = read_json(data_path("fleet-paper-linear.json"))
     fleet["experts"] = [{"profile": str(tmp_path / "mine.json"), "model": "my-model"}]
-    write_json(fleet, tmp_path / "fleet.json")
+    write_json(tmp_path / "fleet.json", fleet)
     loaded = load_fleet(tmp_path / "fleet.json")
     assert (loaded.models, loaded.profiles[0].name) == (("my-model",), RTX)

@@ -22,6 +22,7 @@ import servegym
 from servegym.baselines.registry import from_callable
 from servegym.envs.families import family_of
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.guest import IN_PROCESS
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.stats import mean, over_trainings
 
@@ -44,7 +45,7 @@ def one_box_ids():
 def reached(env_id, policy, episodes):
     """The headline measure of each episode: QoS, attainment or the mean reward of a request."""
     family = family_of(env_id)
-    rows = evaluate(family.env_id, [policy], episodes, num_envs=episodes, in_process=True)
+    rows = evaluate(family.env_id, [policy], episodes, num_envs=episodes, guests=IN_PROCESS)
     return np.array([float(row[report_of(family).headline]) for row in rows])
 
 

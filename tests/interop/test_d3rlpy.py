@@ -11,6 +11,7 @@ import d3rlpy
 import torch
 
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.guest import IN_PROCESS
 
 from .settings import ROUTING, make
 
@@ -35,7 +36,7 @@ def test_dqn_trains_and_is_evaluated():
     )
     after = torch.nn.utils.parameters_to_vector(dqn.impl.q_function.parameters())
     assert torch.isfinite(after).all() and not torch.equal(before, after)
-    (row,) = evaluate(FLAT, [dqn], 1, 7, ROUTING, in_process=True)
+    (row,) = evaluate(FLAT, [dqn], 1, 7, ROUTING, guests=IN_PROCESS)
     assert row["policy"] == "DQN"
     env = gym.make(FLAT, split="eval", **ROUTING)
     (observation, _), ended, paid = env.reset(seed=7), False, []

@@ -16,6 +16,7 @@ import ray
 from servegym.agents.lib.parallel import Workers
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.guest import IN_PROCESS
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS
 
@@ -67,7 +68,13 @@ def test_an_evaluation_outlives_a_killed_worker(tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
             return self.rng.integers(action_mask.shape[1], size=len(action_mask))
 
-    settings = {"episodes": 6, "seed": 7, "env_kwargs": ROUTING, "num_envs": 2, "in_process": True}
+    settings = {
+        "episodes": 6,
+        "seed": 7,
+        "env_kwargs": ROUTING,
+        "num_envs": 2,
+        "guests": IN_PROCESS,
+    }
     found = evaluate(
         "servegym/LLMRouting-v1", [Deadly(), "random"], executor=Workers(ray="auto"), **settings
     )

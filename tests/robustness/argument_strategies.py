@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from servegym.envs._arguments import Arguments
 from servegym.envs.expert_placement.arguments import PlacementArguments
 from servegym.envs.expert_placement.cluster import ClusterArguments
-from servegym.envs.llm_routing.arguments import RoutingArguments
+from servegym.envs.llm_routing.config import RoutingArguments
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
 from servegym.envs.prefix_routing.arguments import PrefixArguments
 from servegym.envs.serverless_moe.arguments import ServerlessArguments

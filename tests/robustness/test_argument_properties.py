@@ -332,16 +332,16 @@ def test_parameters_of_arrival_processes(process, name, effort):
     @tries(3 * effort)
     @given(argument.valid, st.integers(0, 40), st.floats(TINY, LARGEST), st.integers(0, 1000))
     def runs(value, count, rate, seed):
-        arrivals = make_arrivals(process, rate, **{name: value})
-        times = arrivals.sample(count, np.random.default_rng(seed))
+        arrivals = make_arrivals(process, **{name: value})
+        times = arrivals.sample(count, np.random.default_rng(seed), rate)
         assert times.shape == (count,) and np.isfinite(times).all()
         assert (np.diff(times, prepend=0.0) >= 0).all()
-        assert np.array_equal(times, arrivals.sample(count, np.random.default_rng(seed)))
+        assert np.array_equal(times, arrivals.sample(count, np.random.default_rng(seed), rate))
 
     @tries(6 * effort)
     @given(argument.bad)
     def refused(value):
-        refuses(lambda: make_arrivals(process, 5.0, **{name: value}), (name,), value)
+        refuses(lambda: make_arrivals(process, **{name: value}), (name,), value)
 
     runs()
     refused()

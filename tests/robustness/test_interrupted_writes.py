@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from servegym._files import write_json
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.evaluation.output import read_rows, write_csv
-from servegym.hardware_profiles import load, schema
+from servegym.hardware_profiles import load
 
 ROWS = 3000
 
@@ -88,7 +89,7 @@ def _read_snapshot(path: Path) -> int:
 def _profile(path: Path, version: int) -> None:
     about = load("rtx4090-llama-3.1-8b").to_dict()
     about["device"]["memory_bytes"] = 10**9 * (version + 20)
-    schema.write_json(about, path)
+    write_json(path, about)
 
 
 def _read_profile(path: Path) -> int:

@@ -56,7 +56,7 @@ class Remoe(ServerlessPolicy):
         ):
             distance = np.abs(have - want) + np.maximum(want - have, 0)
             distance[~used] = 0.0
-            if not self.system.per_layer:
+            if self.system.arguments.granularity == "global":
                 distance = distance.sum(axis=0, keepdims=True)
             steps.append(distance.argmin(axis=1))
         return np.concatenate([[level, self.order, w], *steps]).astype(np.int64)

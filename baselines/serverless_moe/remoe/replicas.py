@@ -15,10 +15,11 @@ from servegym.envs.serverless_moe.kernel.cost import (
     experts_s,
     layer_s,
     main_usd_s,
+    remote_prefill,
     transfer_s,
 )
 from servegym.envs.serverless_moe.loads import Load
-from servegym.envs.serverless_moe.outcomes import job_s, local_s, remote_prefill
+from servegym.envs.serverless_moe.outcomes import job_s, local_s
 from servegym.envs.serverless_moe.system import SystemModel
 
 Floats = NDArray[np.float64]
@@ -71,7 +72,7 @@ def choose_replicas(
     local = local_s(system, load, remote, main_mb)[:, None]
     numbers = np.arange(1, z_max + 1)
     trem, mb = load.trem_s[:, None], remote_mb[:, None]
-    slowest, prefill = remote_prefill(system, busy, trem, mb)
+    slowest, prefill = remote_prefill(system, np.moveaxis(busy, -1, 0), trem, mb)
     prefill = prefill._replace(seconds=layer_s(system, local, slowest, load.n_in))
     rate = main_usd_s(system, load.n_in + load.n_out, main_mb)
     cost = bill(system, rate, 0.0, prefill, Phase(), Start()).cost_usd

@@ -5,88 +5,66 @@ from __future__ import annotations
 import math
 
 from servegym._jit import inner
+from servegym.envs._columns import Column, bounds, places, seen
 from servegym.envs.prefix_routing.kernel.gateway import NO_INDEX, PRECISE, decayed
 
-# Documented bounds of the observation; larger values are clipped.
 MAX_TOKENS = float(1 << 24)  # the last up to which float32 holds every whole number
 MAX_SECONDS = 3600.0
 MAX_REQUESTS = 65535.0
 
-REPLICA_FEATURES = (
-    "exists",  # 1; 0 in all columns where the system has no such replica
-    "up",  # 1: it takes requests
-    # Scraped.
-    "waiting",  # requests
-    "running",  # requests
-    "kv_usage",  # share of the KV blocks in use
-    "metrics_age_s",
-    # Own accounting of the requests in flight.
-    "in_flight",  # requests
-    "prefill_tokens",  # uncached prompt tokens of those without a first token
-    "context_tokens",  # prompt tokens
-    "decode_blocks",  # KV blocks of their prompts, shared index entries counted once
-    # Prefix index.
-    "match_tokens",
-    "match_share",  # of the prompt
-    "index_tokens",  # in use; of a precise index all cached blocks
-    "index_fill",  # share of its entries in use; of the KV memory, if the index is precise
-    "match_age_s",  # since the last matched entry was used
-    "session_replica",  # 1: the session's last request went there
+REPLICA = (
+    Column("exists", 1.0, "1; 0 in all columns where the system has no such replica"),
+    Column("up", 1.0, "1: it takes requests"),
+    Column("waiting", MAX_REQUESTS, "requests, scraped"),
+    Column("running", MAX_REQUESTS, "requests, scraped"),
+    Column("kv_usage", 1.0, "share of the KV blocks in use, scraped"),
+    Column("metrics_age_s", MAX_SECONDS, "age of what is scraped"),
+    # The gateway's accounting of the requests in flight.
+    Column("in_flight", MAX_REQUESTS, "requests"),
+    Column("prefill_tokens", MAX_TOKENS, "uncached prompt tokens of those without a first token"),
+    Column("context_tokens", MAX_TOKENS, "prompt tokens of those in flight"),
+    Column("decode_blocks", MAX_TOKENS, "KV blocks of their prompts, shared entries counted once"),
+    # The gateway's prefix index.
+    Column("match_tokens", MAX_TOKENS, "tokens of the prompt that the index has there"),
+    Column("match_share", 1.0, "their share of the prompt"),
+    Column("index_tokens", MAX_TOKENS, "tokens in the index; in a precise one all that are cached"),
+    Column("index_fill", 1.0, "share of its entries in use; of the KV memory, if it is precise"),
+    Column("match_age_s", MAX_SECONDS, "since the last matched entry was used"),
+    Column("session_replica", 1.0, "1: the session's last request went there"),
     # Moving averages, 0 before the first measurement.
-    "ttft_s",
-    "ttft_error_s",  # measured less expected at the routing
-    "tpot_s",
+    Column("ttft_s", MAX_SECONDS, "moving average"),
+    Column("ttft_error_s", MAX_SECONDS, "moving average, measured less expected", -MAX_SECONDS),
+    Column("tpot_s", MAX_SECONDS, "moving average"),
     # The replica itself.
-    "prefill_tokens_per_s",
-    "kv_tokens",  # tokens of its KV memory
-    "max_num_seqs",  # requests that it runs, at most
+    Column("prefill_tokens_per_s", MAX_TOKENS, "of a full iteration without decodes"),
+    Column("kv_tokens", MAX_TOKENS, "tokens of its KV memory"),
+    Column("max_num_seqs", MAX_REQUESTS, "requests that it runs, at most"),
 )
-"""Columns for each replica, in raw units."""
+"""What is shown of each replica."""
 
-_BOUNDS = {
-    "exists": 1.0,
-    "up": 1.0,
-    "waiting": MAX_REQUESTS,
-    "running": MAX_REQUESTS,
-    "kv_usage": 1.0,
-    "in_flight": MAX_REQUESTS,
-    "match_share": 1.0,
-    "index_fill": 1.0,
-    "session_replica": 1.0,
-    "max_num_seqs": MAX_REQUESTS,
-    "turn": MAX_REQUESTS,
-    "tenant_heat": 1.0,
-}
-
-REQUEST_FEATURES = (
-    "prompt_tokens",
-    "predicted_tokens",  # of the output
-    "turn",  # place in its session
-    "session_gap_s",  # since the session's last request came, 0 for the first
-    "tenant_heat",  # share of the recent requests that its tenant sent
-    "ttft_slo_s",
-    "tpot_slo_s",
+REQUEST = (
+    Column("prompt_tokens", MAX_TOKENS, "tokens of the prompt"),
+    Column("predicted_tokens", MAX_TOKENS, "predicted tokens of the output"),
+    Column("turn", MAX_REQUESTS, "its place in its session"),
+    Column("session_gap_s", MAX_SECONDS, "since the session's last request, 0 for the first"),
+    Column("tenant_heat", 1.0, "share of the recent requests that its tenant sent"),
+    Column("ttft_slo_s", MAX_SECONDS, "objective of TTFT"),
+    Column("tpot_slo_s", MAX_SECONDS, "objective of TPOT, s a token"),
 )
-"""Columns of the request, in raw units."""
+"""What is shown of the request."""
 
-
-def _high(name: str) -> float:
-    return _BOUNDS.get(name, MAX_SECONDS if name.endswith("_s") else MAX_TOKENS)
-
-
-REPLICA_HIGH = tuple(
-    MAX_TOKENS if name.endswith("_per_s") else _high(name) for name in REPLICA_FEATURES
-)
-REPLICA_LOW = tuple(-MAX_SECONDS if name == "ttft_error_s" else 0.0 for name in REPLICA_FEATURES)
-REQUEST_HIGH = tuple(_high(name) for name in REQUEST_FEATURES)
-"""Bounds of the columns; the request's are at least 0."""
+SEEN_REPLICA, SEEN_REQUEST = seen(REPLICA), seen(REQUEST)
+OF_REPLICA, OF_REQUEST = places(REPLICA), places(REQUEST)
+REPLICA_LOW, REPLICA_HIGH = bounds(REPLICA)
+REQUEST_LOW, REQUEST_HIGH = bounds(REQUEST)
 
 
 @inner
-def observe(gateways, row, index, now, replica_columns, request_columns):
+def observe(gateways, row, index, now, replicas, request, replica_columns, request_columns):
     """Write what the router sees of the request, which was looked up; -1 after the last.
 
-    The columns are `REPLICA_FEATURES` (N, F) and `REQUEST_FEATURES` (K,).
+    ``replicas`` (N,) of `SEEN_REPLICA` and ``request``, a `SEEN_REQUEST`, lie where
+    ``replica_columns`` (N, F) and ``request_columns`` (K,) do.
     """
     config, gateway = gateways.config[0], gateways.row[row]
     replica_columns[:] = 0.0
@@ -94,52 +72,59 @@ def observe(gateways, row, index, now, replica_columns, request_columns):
     prompt = 1.0
     session_replica = -1
     if index >= 0:
-        request = gateways.request[row, index]
-        prompt = request.prompt
-        session_replica = gateways.session_replica[row, request.session]
-        request_columns[0] = min(request.prompt, MAX_TOKENS)
-        request_columns[1] = min(request.predicted, MAX_TOKENS)
-        request_columns[2] = min(request.turn, MAX_REQUESTS)
-        before = gateways.session_s[row, request.session]
-        request_columns[3] = 0.0 if math.isnan(before) else min(now - before, MAX_SECONDS)
-        request_columns[4] = tenant_heat(gateways, row, request.tenant, now)
-        request_columns[5] = min(request.ttft_slo, MAX_SECONDS)
-        request_columns[6] = min(request.tpot_slo, MAX_SECONDS)
+        asked = gateways.request[row, index]
+        prompt = asked.prompt
+        session_replica = gateways.session_replica[row, asked.session]
+        request.prompt_tokens = asked.prompt
+        request.predicted_tokens = asked.predicted
+        request.turn = asked.turn
+        before = gateways.session_s[row, asked.session]
+        request.session_gap_s = 0.0 if math.isnan(before) else now - before
+        request.tenant_heat = tenant_heat(gateways, row, asked.tenant, now)
+        request.ttft_slo_s = asked.ttft_slo
+        request.tpot_slo_s = asked.tpot_slo
+        _clip(request_columns, REQUEST_LOW, REQUEST_HIGH)
     for n in range(gateway.replicas):
-        replica = gateways.replica[row, n]
-        columns = replica_columns[n]
-        columns[0] = 1.0
-        columns[1] = replica.up
-        columns[2] = min(replica.waiting, MAX_REQUESTS)
-        columns[3] = min(replica.running, MAX_REQUESTS)
-        columns[4] = replica.usage
-        columns[5] = min(now - gateway.scraped_s, MAX_SECONDS)
-        columns[6] = min(replica.in_flight, MAX_REQUESTS)
-        columns[7] = min(replica.prefill, MAX_TOKENS)
-        columns[8] = min(replica.context, MAX_TOKENS)
-        columns[9] = min(replica.blocks, MAX_TOKENS)
+        replica, shown = gateways.replica[row, n], replicas[n]
+        shown.exists = 1.0
+        shown.up = replica.up
+        shown.waiting = replica.waiting
+        shown.running = replica.running
+        shown.kv_usage = replica.usage
+        shown.metrics_age_s = now - gateway.scraped_s
+        shown.in_flight = replica.in_flight
+        shown.prefill_tokens = replica.prefill
+        shown.context_tokens = replica.context
+        shown.decode_blocks = replica.blocks
         if index >= 0:
-            columns[10] = min(replica.match, MAX_TOKENS)
-            columns[11] = replica.match / prompt
-            columns[14] = min(replica.match_age, MAX_SECONDS)
-            columns[15] = n == session_replica
+            shown.match_tokens = replica.match
+            shown.match_share = replica.match / prompt
+            shown.match_age_s = replica.match_age
+            shown.session_replica = n == session_replica
         used = max(replica.entries, 0) * config.entry_tokens
-        columns[12] = min(used, MAX_TOKENS)
+        shown.index_tokens = used
         if config.index == PRECISE:
-            columns[13] = min(used / replica.kv_tokens, 1.0)
+            shown.index_fill = used / replica.kv_tokens
         elif config.index != NO_INDEX:
-            columns[13] = replica.entries / max(replica.capacity, 1)
-        columns[16] = _seconds(replica.ttft)
-        columns[17] = max(_seconds(replica.ttft_error), -MAX_SECONDS)
-        columns[18] = _seconds(replica.tpot)
-        columns[19] = min(replica.speed, MAX_TOKENS)
-        columns[20] = min(replica.kv_tokens, MAX_TOKENS)
-        columns[21] = min(replica.max_num_seqs, MAX_REQUESTS)
+            shown.index_fill = replica.entries / max(replica.capacity, 1)
+        shown.ttft_s = _seconds(replica.ttft)
+        shown.ttft_error_s = _seconds(replica.ttft_error)
+        shown.tpot_s = _seconds(replica.tpot)
+        shown.prefill_tokens_per_s = replica.speed
+        shown.kv_tokens = replica.kv_tokens
+        shown.max_num_seqs = replica.max_num_seqs
+        _clip(replica_columns[n], REPLICA_LOW, REPLICA_HIGH)
+
+
+@inner
+def _clip(columns, low, high):
+    for k in range(len(columns)):
+        columns[k] = min(max(columns[k], low[k]), high[k])
 
 
 @inner
 def _seconds(measured):
-    return 0.0 if math.isnan(measured) else min(measured, MAX_SECONDS)
+    return 0.0 if math.isnan(measured) else measured
 
 
 @inner

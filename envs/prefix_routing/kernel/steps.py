@@ -24,6 +24,7 @@ from servegym.envs.prefix_routing.kernel.events import (
 )
 from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import COMPLETED, COMPLETION, FIRST_TOKEN
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REQUEST_HIGH
 from servegym.envs.prefix_routing.kernel.observation import observe as see
 
 SLO, TTFT, SCORE, DENSE = 0, 1, 2, 3  # settings.reward
@@ -100,21 +101,23 @@ class Buffers(NamedTuple):
     Attributes:
         replicas: float32 ``(B, N, F)``, in raw units.
         request: float32 ``(B, K)``, in raw units.
+        seen_replicas: ``(B, N)`` `SEEN_REPLICA`, the same memory by the names of the columns.
+        seen_request: ``(B,)`` `SEEN_REQUEST`, likewise.
         ids: int32 ``(B, 2)``, session and tenant.
         time_s: float32 ``(B, 1)``.
         scaled: float32 ``(B, K + N (F + 1))`` or, by replica, ``(B, N (F + K))``; ``(B, 0)`` where
             nobody reads it.
-        high: float32 ``(K + N F,)``, the bounds of the raw features.
         mask: int8 ``(B, A)``.
         reward: float64 ``(B, 2)``: the reward and whether the episode has ended.
     """
 
     replicas: np.ndarray
     request: np.ndarray
+    seen_replicas: np.ndarray
+    seen_request: np.ndarray
     ids: np.ndarray
     time_s: np.ndarray
     scaled: np.ndarray
-    high: np.ndarray
     mask: np.ndarray
     reward: np.ndarray
 
@@ -308,7 +311,9 @@ def _reference(config, gateways, row, prompt):
 def _observe(config, systems, gateways, episodes, out, row):
     """Write what is seen of the row, of no request at the end of an episode, and the mask."""
     env, settings = systems.env[row], episodes.settings[0]
-    see(gateways, row, env.index, env.now, out.replicas[row], out.request[row])
+    replicas, request = out.seen_replicas[row], out.seen_request[row]
+    columns = out.replicas[row], out.request[row]
+    see(gateways, row, env.index, env.now, replicas, request, columns[0], columns[1])
     out.time_s[row, 0] = env.now
     if env.index < 0:
         out.ids[row] = 0
@@ -338,7 +343,7 @@ def _write_scaled(config, systems, gateways, settings, out, row):
     first = 0 if settings.layout == SUMMARY else width
     of_replica = features + (width if settings.layout == SUMMARY else 1)
     for k in range(width):
-        value = _scaled(out.request[row, k], out.high[k])
+        value = _scaled(out.request[row, k], REQUEST_HIGH[k])
         if settings.layout == FLAT:
             out.scaled[row, k] = value
         else:
@@ -347,7 +352,7 @@ def _write_scaled(config, systems, gateways, settings, out, row):
     for n in range(config.num_replicas):
         start = first + n * of_replica
         for k in range(features):
-            out.scaled[row, start + k] = _scaled(out.replicas[row, n, k], out.high[width + k])
+            out.scaled[row, start + k] = _scaled(out.replicas[row, n, k], REPLICA_HIGH[k])
         if settings.layout == FLAT:
             expected = _expected(settings, systems.env[row], systems, gateways, row, n)
             out.scaled[row, start + features] = expected

@@ -2,8 +2,9 @@
 
 Each function takes plain numbers, or arrays that broadcast: the kernel calls it compiled, with the
 true routing of one request; planners call it in numpy, with all plans that they compare. ``c``
-names the constants: a record of :data:`CONFIG`, or the ``SystemModel`` that it was made from. The
-sums over experts, layers and tokens are the callers'. Units are seconds, MB, tokens and USD.
+names the constants: a record of :data:`CONFIG`, or the ``SystemModel`` that it was made from. What
+is summed over, replicas, tokens by their remote experts or layers, is the first axis of an array;
+other axes, planners' alone, are theirs. Units are seconds, MB, tokens and USD.
 
 The paper bills memory and time alone. A platform charges a fee for each invocation, too, and rounds
 each billed duration up: that of the main function, of each replica that gets tokens in prefill, of
@@ -153,9 +154,84 @@ def layer_s(c, local_s, remote_s, tokens):
 
 
 @formula
+def remote_prefill(c, busy_s, trem_s, mb):
+    """The remote function of a layer in prefill (Eq. 3 and 8).
+
+    ``busy_s`` ``(z,)`` are the seconds of each replica without its overhead ``trem_s``, ``mb`` is
+    its memory.
+
+    Returns:
+        Seconds of the slowest replica; and what all take, :class:`Phase`, seconds apart.
+    """
+    slowest_s, all_s, added_s, invoked = 0.0, 0.0, 0.0, 0
+    for j in range(len(busy_s)):
+        # A replica without tokens is not invoked: it takes no time and costs nothing.
+        called = busy_s[j] > 0.0
+        seconds = called * (busy_s[j] + trem_s)
+        # Replicas work side by side: the slowest sets the time, all are billed.
+        slowest_s = np.maximum(slowest_s, seconds)
+        all_s = all_s + seconds
+        added_s = added_s + rounding_s(c, seconds)
+        invoked = invoked + called
+    return slowest_s, Phase(0.0, mb * all_s, mb * added_s, invoked)
+
+
+@formula
+def decode_layer(c, tokens, one_s, call_s, trem_s, mb, factors):
+    """A layer's experts in decoding (Eq. 5 and 9), :class:`Phase`.
+
+    ``tokens`` ``(top_k + 1,)`` are the generated ones by their number of remote experts: those with
+    as many take the same time. ``one_s`` is a local expert's call, ``mb`` the memory of the remote
+    function, ``call_s`` and ``trem_s`` are those of :func:`remote_calls`. Rounding is the mean over
+    ``factors`` on the overhead, ``(1.0,)`` of a known one.
+    """
+    seconds, remote_s, added_s, invoked = 0.0, 0.0, 0.0, 0
+    for r in range(len(tokens)):
+        calls, each_s = remote_calls(c, r, call_s, trem_s)
+        called_s = calls * each_s
+        step_s = layer_s(c, (c.top_k - r) * one_s, called_s, c.top_k)
+        rounded_s = 0.0
+        for factor in factors:
+            rounded_s = rounded_s + rounding_s(c, remote_calls(c, r, call_s, factor * trem_s)[1])
+        seconds = seconds + tokens[r] * step_s
+        remote_s = remote_s + tokens[r] * called_s
+        added_s = added_s + tokens[r] * calls * (rounded_s / len(factors))
+        invoked = invoked + tokens[r] * calls
+    return Phase(seconds, mb * remote_s, mb * added_s, invoked)
+
+
+@formula
 def start_s(c, container_s, load_mb):
     """Start of a function: its container, then the weights that its link carries."""
     return container_s + load_mb / c.load_mb_s
+
+
+@formula
+def cold_start(c, main_cold, main_mb, fresh, weights_mb, mb):
+    """Cold start of the main function, where ``main_cold``, and of ``fresh`` replicas of others.
+
+    ``main_mb`` are the main function's weights; ``fresh``, ``weights_mb`` of a replica and its
+    memory ``mb`` are ``(L,)``. Functions start side by side, by one storage link or by one each.
+    """
+    remote_s, remote_mb_s, added_mb_s = 0.0, 0.0, 0.0
+    if c.load_shared:
+        # One link carries the weights of all that start, and each waits for the whole of it.
+        main_mb, started_mb = main_cold * main_mb, 0.0
+        for layer in range(len(fresh)):
+            main_mb = main_mb + fresh[layer] * weights_mb[layer]
+            started_mb = started_mb + fresh[layer] * mb[layer]
+        one_s = start_s(c, c.container_start_remote_s, main_mb)
+        remote_s = (started_mb > 0.0) * one_s
+        remote_mb_s, added_mb_s = started_mb * one_s, started_mb * rounding_s(c, one_s)
+    else:
+        for layer in range(len(fresh)):
+            one_s = start_s(c, c.container_start_remote_s, weights_mb[layer])
+            remote_s = np.maximum(remote_s, (fresh[layer] > 0) * one_s)
+            started_mb = fresh[layer] * mb[layer]
+            remote_mb_s = remote_mb_s + started_mb * one_s
+            added_mb_s = added_mb_s + started_mb * rounding_s(c, one_s)
+    main_s = main_cold * start_s(c, c.container_start_main_s, main_mb)
+    return Start(main_s, remote_s, remote_mb_s, added_mb_s)
 
 
 @formula
@@ -201,6 +277,13 @@ def bill(c, rate_usd_s, main_rounding_s, prefill, decode, start):
         main_usd + prefill_usd + decode_usd + cold_usd + fees_usd + rounding_usd,
         invocations,
     )
+
+
+@formula
+def bill_plan(c, tokens, main_mb, prefill, decode, start):
+    """:func:`bill` by a main function of this memory, with the tokens of prompt and answer."""
+    rounded_s = rounding_s(c, prefill.seconds + decode.seconds)
+    return bill(c, main_usd_s(c, tokens, main_mb), rounded_s, prefill, decode, start)
 
 
 @formula

@@ -164,22 +164,59 @@ LOG = record(
 )
 """A served request."""
 
-SCALARS = record(
-    ("n_in", "f4"),  # prompt tokens
-    ("n_out_predicted", "f4"),  # predicted generated tokens
-    ("ttft_limit", "f4"),  # s
-    ("tpot_limit", "f4"),  # s
-    ("t_rem", "f4"),  # s, mean over layers of the request before
-    ("idle_s", "f4"),  # since the last completion
-    ("warm", "f4"),  # 1 if functions are warm; what follows is 0 otherwise
-    ("warm_main", "f4"),  # memory of the main function over the largest
-    ("warm_ratio", "f4"),  # its b
-    ("warm_order", "f4"),  # its order
-    ("warm_same", "f4"),  # 1 if the same b and order give the same experts for this prompt
-    ("price_cpu", "f4"),  # USD per GB and hour
-    ("price_gpu", "f4"),  # USD per GB and hour
+
+class Column(NamedTuple):
+    """A number of an observation.
+
+    Attributes:
+        part: key of the Dict that it is in.
+        name: its field.
+        high: most that it is, from 0; the name of a number of `CONFIG` where that says it.
+        text: what it is.
+    """
+
+    part: str
+    name: str
+    high: float | str
+    text: str
+
+
+DICT_COLUMNS = (
+    Column("lengths", "n_in", "max_in", "prompt tokens"),
+    Column("lengths", "n_out_predicted", "max_out", "predicted output tokens"),
+    Column("slo", "ttft_limit", MAX_SLO_S, "limit of the time to first token (TTFT), s"),
+    Column("slo", "tpot_limit", MAX_SLO_S, "limit of the time per output token (TPOT), s"),
+    Column("t_rem", "t_rem", MAX_TREM_S, "mean overhead of the request before, s"),
+    Column("idle_s", "idle_s", MAX_IDLE_S, "s since the last completion"),
+    Column("warm_main", "warm", 1.0, "1 if functions are warm, else this part is 0"),
+    Column("warm_main", "warm_main", 1.0, "memory of the main function over the largest"),
+    Column("warm_main", "warm_ratio", 1.0, "its b over K"),
+    Column("warm_main", "warm_order", 1.0, "its order"),
+    Column("warm_main", "warm_same", 1.0, "1 if b and order give this prompt the same experts"),
+    Column("prices", "price_cpu", MAX_PRICE, "c_c, USD per GB and hour"),
+    Column("prices", "price_gpu", MAX_PRICE, "c_g, likewise"),
 )
-"""The part of an observation that is not an array over layers."""
+"""The parts of the Dict view that are not arrays over layers, in the order of `SCALARS`."""
+SCALARS = record(*((column.name, "f4") for column in DICT_COLUMNS))
+"""Their values."""
+
+FLAT_COLUMNS = (
+    ("n_in", "prompt tokens over the most"),
+    ("n_out_predicted", "predicted output tokens over the most"),
+    ("ttft_limit", "limit of the TTFT over 60 s"),
+    ("tpot_limit", "limit of the TPOT over 0.5 s"),
+    ("t_rem", "mean overhead of the request before, log scale"),
+    ("idle_s", "time since the last completion, log scale"),
+    *((column.name, column.text) for column in DICT_COLUMNS if column.part == "warm_main"),
+    ("remote_mb", "mean over layers of the warm memory over the largest"),
+    ("remote_replicas", "mean over layers of the warm replicas over the most"),
+    ("price_cpu", "c_c, USD per GB and hour"),
+    ("price_gpu", "c_g over 10 USD per GB and hour"),
+)
+"""Names and meanings of the first features of the flat view, each in 0..1. Behind them are those of
+each order and b: share of the tokens' experts that is remote, mean and largest over layers."""
+FLAT_SCALARS = record(*((name, "f4") for name, _ in FLAT_COLUMNS))
+"""Their values."""
 
 
 class Recorded(NamedTuple):
@@ -268,6 +305,7 @@ class Scratch(NamedTuple):
         job_tokens: ``(K,)`` their expected tokens.
         tokens: int64 ``(L, K)`` prompt tokens of each expert.
         decoded: int64 ``(L, top_k + 1)`` generated tokens by their number of remote experts.
+        fresh: int64 ``(L,)`` replicas of the remote functions that start.
     """
 
     plan: Any
@@ -279,6 +317,7 @@ class Scratch(NamedTuple):
     job_tokens: Any
     tokens: Any
     decoded: Any
+    fresh: Any
 
 
 class Batch(NamedTuple):
@@ -295,7 +334,9 @@ class Batch(NamedTuple):
         activations: float32 ``(B, L, K)`` observation.
         scalars: ``(B,)`` :data:`SCALARS`, observation.
         warm_remote: float32 ``(B, L, 2)`` observation.
-        flat: float32 ``(B, F)`` observation of the flat view, else ``(B, 0)``.
+        flat: float32 ``(B, F)`` observation of the flat view.
+        flat_scalars: ``(B,)`` :data:`FLAT_SCALARS`, its first columns.
+        flat_shares: float32 ``(B, 2, levels, 2)``, the others.
         action_mask: int8 ``(B, A)``.
         out: ``(B, 4)`` the three reward terms and whether the episode ended.
         known: :class:`KnownPlans`.
@@ -313,6 +354,8 @@ class Batch(NamedTuple):
     scalars: Any
     warm_remote: Any
     flat: Any
+    flat_scalars: Any
+    flat_shares: Any
     action_mask: Any
     out: Any
     known: KnownPlans

@@ -113,34 +113,32 @@ def _observe_no_request(s, activations, flat):
 
 
 @inner
-def _observe_flat(c, s, warm_remote, share, worst_share, flat):
-    """Write the flat layout: 15 features and four for every b, of the shares of the prompt."""
-    flat[0] = min(s.n_in / c.max_in, 1.0)
-    flat[1] = min(s.n_out_predicted / c.max_out, 1.0)
-    flat[2] = min(s.ttft_limit / 60.0, 1.0)
-    flat[3] = min(s.tpot_limit / 0.5, 1.0)
-    flat[4] = math.log1p(s.t_rem / _TREM_SCALE_S) / math.log1p(MAX_TREM_S / _TREM_SCALE_S)
-    flat[5] = math.log1p(s.idle_s) / math.log1p(MAX_IDLE_S)
-    flat[6], flat[7], flat[8] = s.warm, s.warm_main, s.warm_ratio
-    flat[9], flat[10] = s.warm_order, s.warm_same
+def _observe_flat(c, s, warm_remote, share, worst_share, f, shares):
+    """Write the flat view: its first columns ``f``, and of the prompt ``(2, levels, 2)`` shares."""
+    f.n_in = min(s.n_in / c.max_in, 1.0)
+    f.n_out_predicted = min(s.n_out_predicted / c.max_out, 1.0)
+    f.ttft_limit = min(s.ttft_limit / 60.0, 1.0)
+    f.tpot_limit = min(s.tpot_limit / 0.5, 1.0)
+    f.t_rem = math.log1p(s.t_rem / _TREM_SCALE_S) / math.log1p(MAX_TREM_S / _TREM_SCALE_S)
+    f.idle_s = math.log1p(s.idle_s) / math.log1p(MAX_IDLE_S)
+    f.warm, f.warm_main, f.warm_ratio = s.warm, s.warm_main, s.warm_ratio
+    f.warm_order, f.warm_same = s.warm_order, s.warm_same
     mean_mb = 0.0
     mean_replicas = 0.0
     for layer in range(c.layers):
         mean_mb += warm_remote[layer, 0] / c.layers
         mean_replicas += warm_remote[layer, 1] / c.layers
-    flat[11] = mean_mb
-    flat[12] = mean_replicas
-    flat[13] = min(s.price_cpu, 1.0)
-    flat[14] = min(s.price_gpu / 10.0, 1.0)
-    at = 15
+    f.remote_mb = mean_mb
+    f.remote_replicas = mean_replicas
+    f.price_cpu = min(s.price_cpu, 1.0)
+    f.price_gpu = min(s.price_gpu / 10.0, 1.0)
     for order in range(2):
         for level in range(c.levels):
             mean = 0.0
             for layer in range(c.layers):
                 mean += share[order, level, layer]
-            flat[at] = min(mean / c.layers, 1.0)
-            flat[at + 1] = min(worst_share[order, level], 1.0)
-            at += 2
+            shares[order, level, 0] = min(mean / c.layers, 1.0)
+            shares[order, level, 1] = min(worst_share[order, level], 1.0)
 
 
 @inner
@@ -176,6 +174,7 @@ def observe_row(t, b, row):
     masks = t.masks[q if e.order == 0 else t.predicted.shape[0], e.level]
     _observe_request(c, e, request, b.trem[row, e.index], functions, masks, s)
     if c.flat_view == FLAT:
-        _observe_flat(c, s, warm_remote, t.share[q], t.worst_share[q], b.flat[row])
+        f, shares = b.flat_scalars[row], b.flat_shares[row]
+        _observe_flat(c, s, warm_remote, t.share[q], t.worst_share[q], f, shares)
     else:
         _observe_dict(t.predicted[q], b.activations[row])

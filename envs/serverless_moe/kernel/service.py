@@ -1,6 +1,6 @@
 """Serving a request: what its plan takes by the true routing, what it costs, what is left behind.
 
-The equations are those of ``cost``; here are their sums over experts, layers and tokens.
+The equations are those of ``cost``; here the true routing is counted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from servegym._jit import inner
 from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
-    bill,
     bill_deployment,
+    bill_plan,
     block_s,
+    cold_start,
+    decode_layer,
     experts_s,
     layer_s,
-    main_usd_s,
-    remote_calls,
-    rounding_s,
+    remote_prefill,
     start_s,
     transfer_s,
 )
@@ -41,12 +41,11 @@ class Violations(NamedTuple):
 
 
 @inner
-def _prefill_layer(c, scratch, choice, layer, trem_s):
-    """Prefill of a layer's experts by the true routing.
+def _route_prompt(c, scratch, choice, layer):
+    """Route a layer's prompt tokens: write seconds and tokens of each replica, without overhead.
 
     Returns:
-        Seconds of the local experts; of the slowest replica; of all replicas; what rounding adds to
-        those; replicas with tokens; experts with tokens; tokens at remote experts; tokens of the
+        Seconds of the local experts; experts with tokens; tokens at remote experts; tokens of the
         replica that gets most.
     """
     plan = scratch.plan[layer]
@@ -75,22 +74,10 @@ def _prefill_layer(c, scratch, choice, layer, trem_s):
             remote_tokens += n
         else:
             local_s += experts_s(one, more, 0.0, 1, n)
-    slowest_s = 0.0
-    all_s = 0.0
-    added_s = 0.0
-    invoked = 0
     largest = 0.0
     for j in range(z):
-        # A replica without tokens is not invoked: it takes no time and costs nothing.
-        if assigned[j] > 0.0:
-            span = busy_s[j] + trem_s
-            all_s += span
-            added_s += rounding_s(c, span)
-            invoked += 1
-            # Replicas work side by side: the slowest sets the time, all are billed (Eq. 3 and 8).
-            slowest_s = max(slowest_s, span)
-            largest = max(largest, assigned[j])
-    return local_s, slowest_s, all_s, added_s, invoked, used, remote_tokens, largest
+        largest = max(largest, assigned[j])
+    return local_s, used, remote_tokens, largest
 
 
 @inner
@@ -110,15 +97,15 @@ def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
     payload = False
     for layer in range(c.layers):
         plan = scratch.plan[layer]
-        local_s, slowest_s, all_s, added_s, invoked, used, remote_tokens, largest = _prefill_layer(
-            c, scratch, choice, layer, trem[layer]
-        )
+        local_s, used, remote_tokens, largest = _route_prompt(c, scratch, choice, layer)
+        busy_s = scratch.replica_s[: plan.replicas]
+        slowest_s, remote = remote_prefill(c, busy_s, trem[layer], plan.mb)
         seconds += layer_s(c, local_s, slowest_s, n_in)
         # MIX has every expert in its main function: the same routing, nothing remote.
         mix_s += layer_s(c, experts_s(mix.one_s, mix.more_s, 0.0, used, n_in * c.top_k), 0.0, n_in)
-        remote_mb_s += plan.mb * all_s
-        rounding_mb_s += plan.mb * added_s
-        invocations += invoked
+        remote_mb_s += remote.remote_mb_s
+        rounding_mb_s += remote.rounding_mb_s
+        invocations += remote.invocations
         held_mb += expert_mb[layer] * (c.experts - choice.members)
         if choice.members > 0:
             need_mb = expert_mb[layer] * choice.members + c.token_mb * remote_tokens
@@ -137,7 +124,6 @@ def _decode(c, mix, plan, decoded, request, trem, choice):
     ``decoded`` are the generated tokens by their number of remote experts.
     """
     n_out, top_k = np.int64(request.n_out), c.top_k
-    wire_s = transfer_s(c)
     seconds = n_out * c.blocks * block_s(c, 1)
     mix_layer_s = layer_s(c, top_k * mix.one_s, 0.0, top_k)
     mix_s = n_out * (c.blocks * block_s(c, 1) + c.layers * mix_layer_s)
@@ -145,76 +131,31 @@ def _decode(c, mix, plan, decoded, request, trem, choice):
     rounding_mb_s = 0.0
     invocations = 0
     for layer in range(c.layers):
-        call_s = plan[layer].one_s + wire_s
-        decode_s = 0.0
-        called_s = 0.0
-        added_s = 0.0
-        # Tokens with as many remote experts take the same time: top_k + 1 cases for each layer
-        # instead of a sum over tokens.
-        for i in range(top_k + 1):
-            times = decoded[layer, i]
-            if times == 0:
-                continue
-            remote_s = 0.0
-            if i > 0:
-                calls, each_s = remote_calls(c, i, call_s, trem[layer])
-                remote_s = calls * each_s
-                added_s += times * calls * rounding_s(c, each_s)
-                invocations += times * calls
-            decode_s += times * layer_s(c, (top_k - i) * choice.one_s, remote_s, top_k)
-            called_s += times * remote_s
-        seconds += decode_s
-        remote_mb_s += plan[layer].mb * called_s
-        rounding_mb_s += plan[layer].mb * added_s
+        call_s = plan[layer].one_s + transfer_s(c)
+        part = decode_layer(
+            c, decoded[layer], choice.one_s, call_s, trem[layer], plan[layer].mb, (1.0,)
+        )
+        seconds += part.seconds
+        remote_mb_s += part.remote_mb_s
+        rounding_mb_s += part.rounding_mb_s
+        invocations += part.invocations
     return Phase(seconds, remote_mb_s, rounding_mb_s, invocations), mix_s
 
 
 @inner
-def _start(c, expert_mb, functions, plan, choice):
-    """Cold start of the functions that are not warm, one storage link each or one for all."""
-    m = choice.members
-    held_mb = 0.0
+def _start(c, expert_mb, functions, scratch, choice):
+    """Cold start of the functions that are not warm."""
+    plan, fresh, m = scratch.plan, scratch.fresh, choice.members
+    main_mb = c.all_non_expert_mb
     for layer in range(c.layers):
-        held_mb += expert_mb[layer] * (c.experts - m)
-    local_mb = c.all_non_expert_mb + held_mb
-    loaded_mb = 0.0 if choice.main_warm else local_mb
-    remote_s = 0.0
-    remote_mb_s = 0.0
-    rounding_mb_s = 0.0
-    started_mb = 0.0
-    for layer in range(c.layers):
+        main_mb += expert_mb[layer] * (c.experts - m)
         planned, function = plan[layer], functions[layer]
-        fresh = planned.replicas
+        fresh[layer] = planned.replicas
         # Replicas of the same experts and memory stay warm; only those beyond them start.
         if choice.warm and function.mask == planned.mask and function.mb == planned.mb:
-            fresh = max(fresh - function.replicas, 0)
-        if fresh > 0:
-            loaded_mb += fresh * m * expert_mb[layer]
-            started_mb += fresh * planned.mb
-            one_s = start_s(c, c.container_start_remote_s, m * expert_mb[layer])
-            remote_s = max(remote_s, one_s)
-            remote_mb_s += fresh * planned.mb * one_s
-            rounding_mb_s += fresh * planned.mb * rounding_s(c, one_s)
-    main_mb = local_mb
-    # One link carries the weights of all that start, and each waits for the whole of it.
-    if c.load_shared:
-        main_mb = loaded_mb
-        if started_mb > 0.0:
-            remote_s = start_s(c, c.container_start_remote_s, loaded_mb)
-            remote_mb_s = started_mb * remote_s
-            rounding_mb_s = started_mb * rounding_s(c, remote_s)
-    main_s = 0.0
-    if not choice.main_warm:
-        main_s = start_s(c, c.container_start_main_s, main_mb)
-    return Start(main_s, remote_s, remote_mb_s, rounding_mb_s)
-
-
-@inner
-def _bill(c, request, main_mb, prefill, decode, start):
-    """Times and costs of the request by a main function of this memory and its remote functions."""
-    rate = main_usd_s(c, np.int64(request.n_in) + request.n_out, main_mb)
-    main_rounding_s = rounding_s(c, prefill.seconds + decode.seconds)
-    return bill(c, rate, main_rounding_s, prefill, decode, start)
+            fresh[layer] = max(planned.replicas - function.replicas, 0)
+    main_cold = not choice.main_warm
+    return cold_start(c, main_cold, main_mb, fresh, m * expert_mb, plan["mb"])
 
 
 @inner
@@ -298,9 +239,10 @@ def serve(t, b, row, action):
     )
     decode, mix_decode_s = _decode(c, mix_main, plan, scratch.decoded, request, trem, choice)
     mix_start_s = start_s(c, c.container_start_main_s, c.all_non_expert_mb + c.all_experts_mb)
-    mix = _bill(
+    tokens = np.int64(request.n_in) + request.n_out
+    mix = bill_plan(
         c,
-        request,
+        tokens,
         mix_main.mb,
         Phase(mix_prefill_s, 0.0, 0.0, 1),
         Phase(mix_decode_s, 0.0, 0.0, 0),
@@ -312,8 +254,8 @@ def serve(t, b, row, action):
         main_mb, remote_ratio = deployment.main_mb, deployment.remote
         planned = bill_deployment(c, deployment, not choice.main_warm)
     else:
-        start = _start(c, t.expert_mb, b.functions[row], plan, choice)
-        planned = _bill(c, request, choice.main_mb, prefill, decode, start)
+        start = _start(c, t.expert_mb, b.functions[row], scratch, choice)
+        planned = bill_plan(c, tokens, choice.main_mb, prefill, decode, start)
     # A plan that breaks a limit fails when it runs, so MIX serves elsewhere.
     feasible = not (violations.main_memory or violations.remote_memory or violations.payload)
     served = planned if feasible else mix

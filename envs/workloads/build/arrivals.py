@@ -150,7 +150,7 @@ def fit_mmpp(gaps: np.ndarray) -> dict[str, float]:
 
     def process(x: np.ndarray) -> MMPPArrivals:
         x = np.clip(x, -12, 12)
-        return MMPPArrivals(1.0, 1 + float(np.exp(x[0])), _logistic(x[1]), float(np.exp(x[2])))
+        return MMPPArrivals(1 + float(np.exp(x[0])), _logistic(x[1]), float(np.exp(x[2])))
 
     def loss(x: np.ndarray) -> float:
         return -mmpp_log_likelihood(gaps, process(x)) / len(gaps)
@@ -195,7 +195,7 @@ def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
 
     def loss(x: np.ndarray) -> float:
         rate_cv, rho = float(np.exp(x[0])), _logistic(x[1])
-        process = ModulatedArrivals(1.0, cv, rate_cv, rho, block)
+        process = ModulatedArrivals(cv, rate_cv, rho, block)
         model = np.median(
             simulated(process, len(times), BURSTGPT_WINDOWS, BURSTGPT_TRACES, 1), axis=0
         )
@@ -213,7 +213,7 @@ def fit_azure(times: np.ndarray) -> dict[str, float]:
     block = AZURE_BLOCK_S / np.diff(times).mean()
 
     def loss(x: np.ndarray) -> float:
-        process = ModulatedArrivals(1.0, np.exp(x[0]), np.exp(x[1]), _logistic(x[2]), block)
+        process = ModulatedArrivals(np.exp(x[0]), np.exp(x[1]), _logistic(x[2]), block)
         model = np.median(simulated(process, len(times), AZURE_WINDOWS, AZURE_TRACES, 3), axis=0)
         return float(np.sum(np.log(model / measured) ** 2))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pprint
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._command_line import parse_settings
-from servegym._files import write_text
+from servegym._command_line import add_settings, parse_settings
+from servegym._files import write_json, write_text
+from servegym.experiments.cli import command_parser
 from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways.gate import Gate, fleet_arguments, from_metadata
@@ -58,22 +58,22 @@ def _write_litellm(
     servers: Sequence[Endpoint], fleet: dict[str, Any], options: argparse.Namespace
 ) -> Path:
     """Write ``config.yaml`` and ``servegym_router.py``, from which LiteLLM's proxy starts."""
-    lines = ["model_list:"]
-    for one in servers:
-        text = {"model": f"openai/{one.name}", "api_base": one.url, "api_key": "none"}
-        lines += [
-            f"  - model_name: {json.dumps(options.model)}",
-            "    litellm_params:",
-            *(f"      {key}: {json.dumps(value)}" for key, value in text.items()),
-            f"    model_info: {{id: {json.dumps(one.name)}}}",
-        ]
-    lines += [
-        "litellm_settings:",
-        "  callbacks: servegym_router.strategy",
-        "  request_timeout: 600",
-        "router_settings:",
-        "  num_retries: 2",
-    ]
+    config = {
+        "model_list": [
+            {
+                "model_name": options.model,
+                "litellm_params": {
+                    "model": f"openai/{one.name}",
+                    "api_base": one.url,
+                    "api_key": "none",
+                },
+                "model_info": {"id": one.name},
+            }
+            for one in servers
+        ],
+        "litellm_settings": {"callbacks": "servegym_router.strategy", "request_timeout": 600},
+        "router_settings": {"num_retries": 2},
+    }
     code = _MODULE.format(
         fleet=pprint.pformat(fleet, sort_dicts=False, width=96),
         names=[one.name for one in servers],
@@ -83,15 +83,13 @@ def _write_litellm(
     )
     options.folder.mkdir(parents=True, exist_ok=True)
     write_text(options.folder / "servegym_router.py", code)
-    write_text(options.folder / "config.yaml", "\n".join(lines) + "\n")
+    write_json(options.folder / "config.yaml", config)  # JSON is YAML, too
     return options.folder / "config.yaml"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym gateway litellm | endpoint-picker``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym gateway", description="A policy inside a gateway before your servers."
-    )
+    parser = command_parser("gateway")
     kinds = parser.add_subparsers(dest="kind", required=True)
     litellm = kinds.add_parser("litellm", help="write the files of LiteLLM's proxy")
     picker = kinds.add_parser(
@@ -101,12 +99,9 @@ def main(arguments: Sequence[str]) -> int:
         add = one.add_argument
         add("servers", type=Path, help="file of endpoints, or FLEET.toml with fixed ports")
         add("--policy", default=POLICY, help=f"name of a policy, or a checkpoint ({POLICY})")
-        add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the environment")
-        add(
-            "--trust-metadata",
-            action="store_true",
-            help="take predictions from metadata.servegym of requests",
-        )
+        add_settings(one)
+        text = "take predictions from metadata.servegym of requests"
+        add("--trust-metadata", action="store_true", help=text)
     litellm.add_argument("--model", default="llm", help="name that clients ask for (llm)")
     litellm.add_argument("--folder", type=Path, default=FOLDER, help=f"of the files ({FOLDER})")
     picker.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")

@@ -37,10 +37,8 @@ except ModuleNotFoundError as error:
         f"{error.name} is not installed; {install_line('gateways')}", name=error.name
     ) from error
 
-from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket
+from servegym.experiments.live.gateways.gate import REFUSED, RETRY_AFTER_S, Answer, Gate, Ticket
 from servegym.hardware_profiles.measure.openai_protocol import read_json
-
-__all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
 Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -52,6 +50,8 @@ MAX_BODY_BYTES = 16 << 20
 SLACK_BYTES = 1 << 20
 """Of a message of gRPC beyond the body, so that a body that is too long is answered with 413."""
 LOG_EVERY_S = 60.0
+MESSAGES = ("request_headers", "request_body", "request_trailers")
+MESSAGES += ("response_headers", "response_body", "response_trailers")
 # grpc.health.v1.HealthCheckResponse
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
@@ -165,111 +165,142 @@ class EndpointPicker:
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
     ) -> AsyncIterator[Reply]:
         """One request of a client, from its headers to the end of its answer."""
-        ticket: Ticket | None = None
-        answer: Answer | None = None
-        body = bytearray()
-        request_mode = response_mode = BodyMode.NONE
-        subset: Any = None
-        completion = False  # whether the answer must have tokens
-        good = True  # the answer's status
+        exchange = _Exchange(self.gate, self.endpoints)
         try:
             async for message in requests:
-                if message.protocol_config is not None:
-                    request_mode = message.protocol_config.request_body_mode
-                    response_mode = message.protocol_config.response_body_mode
-                listed = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
-                subset = subset if listed is None else listed
-                duplex = request_mode == BodyMode.FULL_DUPLEX_STREAMED
-                if message.request_headers is not None:
-                    path = _text(message.request_headers.headers, ":path")
-                    completion = path.partition("?")[0].endswith("/completions")
-                    if message.request_headers.end_of_stream:
-                        # Such as a list of models: to the least load, and not counted.
-                        ranked = self._ranked(self._allowed(subset))
-                        yield _headers(",".join(self.endpoints[k] for k in ranked))
-                    elif request_mode == BodyMode.NONE and message.protocol_config is not None:
-                        ticket, chosen = self._pick({}, subset, completion)
-                        yield _headers(chosen)
-                    elif not duplex:
-                        yield Reply(request_headers=ext_proc.HeadersResponse())
-                elif message.request_body is not None:
-                    body += message.request_body.body
-                    if len(body) > MAX_BODY_BYTES:
-                        why = f"the body is longer than {MAX_BODY_BYTES} bytes"
-                        raise _Refusal(StatusCode.PayloadTooLarge, why)
-                    # What is buffered comes at once, and ends with it or with trailers.
-                    whole = request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
-                    if ticket is None and (whole or message.request_body.end_of_stream):
-                        ticket, chosen = self._pick(_json(body), subset, completion)
-                        if duplex:
-                            for one in _duplex(chosen, bytes(body), last=True):
-                                yield one
-                        else:
-                            yield Reply(
-                                request_body=ext_proc.BodyResponse(response=_route(chosen)),
-                                dynamic_metadata=_metadata(chosen),
-                            )
-                    elif not duplex:
-                        yield Reply(request_body=ext_proc.BodyResponse())
-                elif message.request_trailers is not None:
-                    end = Reply(request_trailers=ext_proc.TrailersResponse())
-                    if ticket is None:
-                        ticket, chosen = self._pick(_json(body), subset, completion)
-                        end.dynamic_metadata = _metadata(chosen)
-                        for one in _duplex(chosen, bytes(body), last=False) if duplex else ():
-                            yield one
-                    yield end
-                elif message.response_headers is not None:
-                    headers = message.response_headers.headers
-                    served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
-                    if ticket is not None:
-                        good = self._status(ticket, headers, served)
-                        encoding = _text(headers, "content-encoding")
-                        answer = Answer(
-                            ticket,
-                            _text(headers, "content-type"),
-                            encoded=encoding not in ("", "identity"),
-                        )
-                        if good and message.response_headers.end_of_stream:
-                            answer.end()
-                    yield Reply(response_headers=ext_proc.HeadersResponse())
-                elif message.response_body is not None:
-                    part = message.response_body
-                    if answer is not None:
-                        answer.feed(part.body)
-                        if part.end_of_stream or answer.done:
-                            answer.end()
-                    echoed = response_mode == BodyMode.FULL_DUPLEX_STREAMED
-                    common = _piece(part.body, part.end_of_stream) if echoed else None
-                    yield Reply(response_body=ext_proc.BodyResponse(response=common))
-                elif message.response_trailers is not None:
-                    if answer is not None:
-                        answer.end()
-                    yield Reply(response_trailers=ext_proc.TrailersResponse())
-            if ticket is not None and answer is not None and good:
-                if response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL):
-                    ticket.end("finished")  # the gateway does not show the body, or not all of it
+                for reply in exchange.replies(message):
+                    yield reply
+            exchange.end()
         except _Refusal as refusal:
             yield refusal.response
         finally:
-            if ticket is not None:
+            if exchange.ticket is not None:
                 # The client has hung up, or the server has died in its answer.
-                ticket.end("left" if answer is None else "broken")
+                exchange.ticket.end("left" if exchange.answer is None else "broken")
 
-    def _pick(self, body: Mapping[str, Any], subset: Any, completion: bool) -> tuple[Ticket, str]:
-        allowed = self._allowed(subset)
-        ticket = self.gate.enter(body, allowed=allowed, completion=completion)
+
+class _Exchange:
+    """What is known of one request of a client; its methods answer the messages of their names."""
+
+    def __init__(self, gate: Gate, endpoints: Sequence[str]) -> None:
+        self.gate, self.endpoints = gate, endpoints
+        self.ticket: Ticket | None = None
+        self.answer: Answer | None = None
+        self.body = bytearray()
+        self.request_mode: BodyMode | None = None  # until the gateway says
+        self.response_mode = BodyMode.NONE
+        self.subset: Any = None  # of the endpoints, as the gateway names it
+        self.served: Any = None  # the endpoint that has answered, where the gateway says so
+        self.completion = False  # whether the answer must have tokens
+        self.good = True  # the answer's status
+
+    @property
+    def duplex(self) -> bool:
+        return self.request_mode == BodyMode.FULL_DUPLEX_STREAMED
+
+    def replies(self, message: ext_proc.ProcessingRequest) -> Iterator[Reply]:
+        """What the gateway is told after a message."""
+        if message.protocol_config is not None:
+            self.request_mode = message.protocol_config.request_body_mode
+            self.response_mode = message.protocol_config.response_body_mode
+        listed = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
+        self.subset = self.subset if listed is None else listed
+        self.served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
+        parts = {name: getattr(message, name) for name in MESSAGES}
+        for name in [name for name, part in parts.items() if part is not None]:
+            yield from getattr(self, name)(parts[name])
+
+    def request_headers(self, part: ext_proc.HttpHeaders) -> Iterator[Reply]:
+        path = _text(part.headers, ":path")
+        self.completion = path.partition("?")[0].endswith("/completions")
+        if part.end_of_stream:
+            # Such as a list of models: to the least load, and not counted.
+            yield _headers(self._named(self._ranked(self._allowed())))
+        elif self.request_mode == BodyMode.NONE:
+            yield _headers(self._pick({}))
+        elif not self.duplex:
+            yield Reply(request_headers=ext_proc.HeadersResponse())
+
+    def request_body(self, part: ext_proc.HttpBody) -> Iterator[Reply]:
+        self.body += part.body
+        if len(self.body) > MAX_BODY_BYTES:
+            why = f"the body is longer than {MAX_BODY_BYTES} bytes"
+            raise _Refusal(StatusCode.PayloadTooLarge, why)
+        # What is buffered comes at once, and ends with it or with trailers.
+        whole = self.request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
+        if self.ticket is None and (whole or part.end_of_stream):
+            chosen = self._pick(_json(self.body))
+            if self.duplex:
+                yield from _duplex(chosen, bytes(self.body), last=True)
+            else:
+                routed = ext_proc.BodyResponse(response=_route(chosen))
+                yield Reply(request_body=routed, dynamic_metadata=_metadata(chosen))
+        elif not self.duplex:
+            yield Reply(request_body=ext_proc.BodyResponse())
+
+    def request_trailers(self, part: ext_proc.HttpTrailers) -> Iterator[Reply]:
+        end = Reply(request_trailers=ext_proc.TrailersResponse())
+        if self.ticket is None:
+            chosen = self._pick(_json(self.body))
+            end.dynamic_metadata = _metadata(chosen)
+            if self.duplex:
+                yield from _duplex(chosen, bytes(self.body), last=False)
+        yield end
+
+    def response_headers(self, part: ext_proc.HttpHeaders) -> Iterator[Reply]:
+        if self.ticket is not None:
+            if self.served in self.endpoints:
+                self.ticket.moved(self.endpoints.index(self.served))
+            status = _text(part.headers, ":status")[:3]
+            self.good = status in ("", "200") or ("200" < status < "300")
+            if not self.good:
+                waits = bool(_text(part.headers, "retry-after"))
+                self.ticket.refused(int(status) if status.isdecimal() else 0, retry_after=waits)
+            encoded = _text(part.headers, "content-encoding") not in ("", "identity")
+            kind = _text(part.headers, "content-type")
+            self.answer = Answer(self.ticket, kind, encoded=encoded)
+            if self.good and part.end_of_stream:
+                self.answer.end()
+        yield Reply(response_headers=ext_proc.HeadersResponse())
+
+    def response_body(self, part: ext_proc.HttpBody) -> Iterator[Reply]:
+        if self.answer is not None:
+            self.answer.feed(part.body)
+            if part.end_of_stream or self.answer.done:
+                self.answer.end()
+        echoed = self.response_mode == BodyMode.FULL_DUPLEX_STREAMED
+        common = _piece(part.body, part.end_of_stream) if echoed else None
+        yield Reply(response_body=ext_proc.BodyResponse(response=common))
+
+    def response_trailers(self, part: ext_proc.HttpTrailers) -> Iterator[Reply]:
+        if self.answer is not None:
+            self.answer.end()
+        yield Reply(response_trailers=ext_proc.TrailersResponse())
+
+    def end(self) -> None:
+        """The gateway has said all: it does not show this body, or not all of it."""
+        hidden = self.response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)
+        if self.ticket is not None and self.answer is not None and self.good and hidden:
+            self.ticket.end("finished")
+
+    def _pick(self, body: Mapping[str, Any]) -> str:
+        """Decide where the request goes: the endpoints, the chosen one first."""
+        allowed = self._allowed()
+        ticket = self.gate.enter(body, allowed=allowed, completion=self.completion)
         if ticket.expert < 0:
-            why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
-            raise _Refusal(StatusCode.TooManyRequests, why, RETRY_AFTER_S)
+            raise _Refusal(StatusCode.TooManyRequests, REFUSED, RETRY_AFTER_S)
+        self.ticket = ticket
         others = [k for k in self._ranked(allowed) if k != ticket.expert]
-        return ticket, ",".join(self.endpoints[k] for k in (ticket.expert, *others))
+        return self._named([ticket.expert, *others])
 
-    def _allowed(self, subset: Any) -> list[bool]:
-        """Which endpoints the gateway lets a request go to: all unless it names a subset."""
-        if subset is None:
+    def _named(self, experts: Sequence[int]) -> str:
+        return ",".join(self.endpoints[k] for k in experts)
+
+    def _allowed(self) -> list[bool]:
+        """Which endpoints the gateway lets the request go to: all unless it names a subset."""
+        if self.subset is None:
             return [True] * len(self.endpoints)
-        listed = subset.split(",") if isinstance(subset, str) else subset
+        listed = self.subset.split(",") if isinstance(self.subset, str) else self.subset
         if not isinstance(listed, Sequence):
             listed = ()
         allowed = [one in listed for one in self.endpoints]
@@ -282,17 +313,6 @@ class EndpointPicker:
         load, able = self.gate.router.load(), self.gate.able(allowed)
         may = [k for k, one in enumerate(allowed) if one]
         return sorted(may, key=lambda k: (not able[k], int(load[k])))
-
-    def _status(self, ticket: Ticket, headers: core.HeaderMap | None, served: Any) -> bool:
-        """Whether an answer begins; an error ends the request."""
-        if served in self.endpoints and self.endpoints.index(served) != ticket.expert:
-            ticket.moved(self.endpoints.index(served))
-        status = _text(headers, ":status")[:3]
-        good = status in ("", "200") or ("200" < status < "300")
-        if not good:
-            waits = bool(_text(headers, "retry-after"))
-            ticket.refused(int(status) if status.isdecimal() else 0, retry_after=waits)
-        return good
 
 
 def _json(body: bytes | bytearray) -> Mapping[str, Any]:

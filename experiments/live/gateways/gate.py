@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs.llm_routing.arguments import MAX_CAPACITY, RoutingArguments
+from servegym.envs.llm_routing.config import MAX_CAPACITY, RoutingArguments
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.breakers import PARDONED, Breakers
@@ -36,7 +36,8 @@ BYTES_PER_TOKEN = 4
 DEPTH = 16
 """Of lists and objects in prompts; what is nested more deeply is no text of theirs."""
 RETRY_AFTER_S = 1
-"""What a refused client is told to wait, seconds."""
+REFUSED = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
+"""What a client is told whose request is dropped."""
 MAX_ANSWER_BYTES = 1 << 20
 """Of an answer in one piece that is read; a longer one is not."""
 LEASE_S = 600.0
@@ -185,7 +186,8 @@ class Ticket:
         """The gateway has sent it to another expert itself: that of before has failed."""
         gate = self.gate
         with gate.lock:
-            if self.id not in gate.open or not 0 <= expert < len(gate.names):
+            there = 0 <= expert < len(gate.names) and expert != self.expert
+            if self.id not in gate.open or not there:
                 return
             gate.tell(self, "failed")
             gate.send(self, expert)
@@ -348,13 +350,10 @@ class Gate:
         """What has happened, for a page of the gateway: counters, experts and decision times."""
         counters = asdict(self.router.counters)
         with self.lock:
-            columns = {
-                "name": self.names,
-                "routed": self.routed.tolist(),
-                "in_flight": self.router.load().tolist(),
-                "failed": self.breakers.failures.tolist(),
-                "up": self.able().tolist(),
-            }
+            numbers = self.routed, self.router.load(), self.breakers.failures, self.able()
+            columns = (self.names, *(column.tolist() for column in numbers))
+            keys = ("name", "routed", "in_flight", "failed", "up")
+            experts = [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
             times = np.quantile(1e3 * np.array(self._elapsed or [0.0]), [0.5, 0.99, 1.0])
             names, rounded = ("median", "p99", "max"), times.round(3).tolist()
             return {
@@ -365,10 +364,7 @@ class Gate:
                 **self.counters,
                 "in_flight": len(self.open),
                 "decision_ms": dict(zip(names, rounded, strict=True)),
-                "experts": [
-                    dict(zip(columns, row, strict=True))
-                    for row in zip(*columns.values(), strict=True)
-                ],
+                "experts": experts,
             }
 
 

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
         "litellm is not installed; pip install 'litellm[proxy]<1.110'", name="litellm"
     ) from error
 
-from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
+from servegym.experiments.live.gateways.gate import REFUSED, RETRY_AFTER_S, Gate, Ticket
 from servegym.hardware_profiles.measure.openai_protocol import brings_token
 
 ATTEMPTS = ("_acompletion", "_atext_completion")
@@ -180,9 +180,8 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
 
 def _refused(model: str) -> Exception:
     """Status 429; LiteLLM does not try again by itself."""
-    why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
     about = {"llm_provider": "servegym", "model": model, "num_retries": 0}
-    return litellm.RateLimitError(why, headers={"retry-after": str(RETRY_AFTER_S)}, **about)
+    return litellm.RateLimitError(REFUSED, headers={"retry-after": str(RETRY_AFTER_S)}, **about)
 
 
 def _end(ticket: Ticket, error: BaseException) -> None:

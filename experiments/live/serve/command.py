@@ -14,8 +14,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from servegym._checks import real
+from servegym._checks import real, whole
 from servegym._command_line import run_main
+from servegym.experiments.cli import command_parser
 from servegym.experiments.live import fleet_file
 from servegym.experiments.live.serve.faults import KINDS, parse_fault
 from servegym.hardware_profiles import list_profiles, load
@@ -41,13 +42,7 @@ def _profile(options: argparse.Namespace, folder: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym serve",
-        description=(
-            "Serve simulated GPUs as OpenAI-compatible endpoints: vLLM's scheduler, prefix cache "
-            "and metrics in real or scaled time."
-        ),
-    )
+    parser = command_parser("serve")
     add = parser.add_argument
     add("fleet", nargs="?", type=Path, metavar="FLEET.toml", help="servers, each with a profile")
     add("--card", help="instead of FLEET.toml: the card of all servers, such as h100")
@@ -67,22 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=0, help="of the first server, the others follow (free ones)")
     add("--speed", type=float, default=1.0, help="simulated seconds a second (1)")
     add("--seed", type=int, default=0, help="of answers and failures (0)")
-    add(
-        "--fail",
-        action="append",
-        default=[],
-        metavar="KIND[,server=NAME][,from=S][,to=S][,rate=SHARE][,status=N]",
-        help="a failure, repeatable: " + "; ".join(f"{k}: {v}" for k, v in KINDS.items()),
-    )
+    form = "KIND[,server=NAME][,from=S][,to=S][,rate=SHARE][,status=N]"
+    text = "a failure, repeatable: " + "; ".join(f"{k}: {v}" for k, v in KINDS.items())
+    add("--fail", action="append", default=[], metavar=form, help=text)
     add("--max-body-mib", type=float, default=4.0, help="largest body of a request (4)")
-    add(
-        "--dashboard",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="PORT",
-        help="a live page, at a free port if none is given",
-    )
+    text = "a live page, at a free port if none is given"
+    add("--dashboard", type=int, nargs="?", const=0, metavar="PORT", help=text)
     add("--slo-ttft", type=float, default=0.5, help="the page's objective for TTFT, seconds (0.5)")
     add("--slo-tpot", type=float, default=0.05, help="and for the time per output token (0.05)")
     add("--endpoints", type=Path, metavar="FILE", help="write the addresses there, as JSON")
@@ -94,8 +79,7 @@ def _equal_servers(
 ) -> list[fleet_file.ServerSpec]:
     if not options.model or bool(options.card) == bool(options.profile):
         raise ValueError("give FLEET.toml, or --card and --model, or --profile and --model")
-    if not 1 <= options.replicas <= 256:
-        raise ValueError(f"replicas is {options.replicas}; it must be in 1..256")
+    whole("replicas", options.replicas, 1, 256)
     profile = _profile(options, folder)
     model = Path(options.model)
     name = options.name or options.card or "server"
@@ -106,9 +90,7 @@ def _equal_servers(
             name if options.name and options.replicas == 1 else f"{name}-{k}",
             "simulated",
             model.parent.name if model.suffix == ".json" else options.model,
-            slots=options.slots,
-            context=options.context,
-            batched_tokens=options.batched_tokens,
+            **{key: getattr(options, key) for key in ("slots", "context", "batched_tokens")},
             host=host,
             port=options.port + k if options.port else 0,
             profile=profile,

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from servegym._checks import real
-from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer, bind
+from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer, Site
 
 PERIOD_S = 0.5
 WINDOW_S = 30.0
@@ -59,8 +59,10 @@ class Dashboard:
         self._ttft_s = real("slo-ttft", ttft_s, 0.0, open_low=True)
         self._tpot_s = real("slo-tpot", tpot_s, 0.0, open_low=True)
         self._page = files("servegym.experiments.live.serve").joinpath("dashboard.html")
-        self._runner: web.AppRunner | None = None
-        self._site: asyncio.Server | None = None
+        app = web.Application()
+        app.router.add_get("/", self._index)
+        app.router.add_get("/events", self._events)
+        self._site = Site(app)
         self._past: deque[tuple[float | None, list[list[int]]]] = deque(maxlen=_KEPT)
         self._sampler: asyncio.Task[None] | None = None
 
@@ -160,12 +162,7 @@ class Dashboard:
 
     async def start(self, listener: socket.socket) -> str:
         """Answer on a socket that listens, see `listen`; the page's address."""
-        app = web.Application()
-        app.router.add_get("/", self._index)
-        app.router.add_get("/events", self._events)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
-        await self._runner.setup()
-        self._site = await bind(self._runner, sock=listener)
+        await self._site.listen(sock=listener)
         self._sampler = asyncio.create_task(self._sample())
         host, port = listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -174,8 +171,4 @@ class Dashboard:
         """Stop listening."""
         if self._sampler is not None:
             self._sampler.cancel()
-        if self._site is not None:
-            self._site.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._site.stop()

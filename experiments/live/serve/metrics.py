@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+
+from servegym.envs.prefix_routing.live import LiveEngine
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 _TTFT += (10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -51,6 +53,7 @@ _HISTOGRAMS = {
     "request_generation_tokens": ((), "Tokens of a request's answer."),
 }
 """Name -> upper ends of the buckets, none for steps up to the context, and help."""
+_CACHE = 'enable_prefix_caching="True",prefix_caching_hash_algo="blake2b"'
 
 
 class ServerMetrics:
@@ -59,16 +62,14 @@ class ServerMetrics:
     Args:
         model: The model's name.
         context: Most tokens of a request.
-        info: What ``vllm:cache_config_info`` tells.
 
     Attributes:
         ended: Requests that ended, by reason.
         total: Counters by name.
     """
 
-    def __init__(self, model: str, context: int, info: Mapping[str, object]) -> None:
+    def __init__(self, model: str, context: int) -> None:
         self._labels = f'engine="0",model_name="{_escaped(model)}"'
-        self._info = info
         self.ended: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.total: Counter[str] = Counter()
         steps = _steps(context)
@@ -82,15 +83,16 @@ class ServerMetrics:
             self._counts[name][bisect_left(self._bounds[name], value)] += 1
             self._sums[name] += value
 
-    def text(self, running: int, waiting: int, kv_usage: float) -> str:
-        """All of it; requests that run and wait now, and the share of the KV memory they hold."""
+    def text(self, engine: LiveEngine, lag_s: float) -> str:
+        """All of it, of an engine whose tokens leave so late."""
         labels = self._labels
         lines: list[str] = []
 
         def add(name: str, kind: str, what: str, samples: Sequence[str]) -> None:
             lines.extend([f"# HELP vllm:{name} {what}", f"# TYPE vllm:{name} {kind}", *samples])
 
-        for (name, what), value in zip(_GAUGES.items(), (running, waiting, kv_usage), strict=True):
+        now = engine.running, engine.waiting, engine.kv_usage
+        for (name, what), value in zip(_GAUGES.items(), now, strict=True):
             add(name, "gauge", what, [f"vllm:{name}{{{labels}}} {float(value)!r}"])
         for name, what in _COUNTERS.items():
             sample = f"vllm:{name}_total{{{labels}}} {float(self.total[name])!r}"
@@ -110,9 +112,12 @@ class ServerMetrics:
             samples += [f"vllm:{name}_count{{{labels}}} {totals[-1]!r}"]
             samples += [f"vllm:{name}_sum{{{labels}}} {self._sums[name]!r}"]
             add(name, "histogram", what, samples)
-        info = ",".join(f'{key}="{_escaped(str(value))}"' for key, value in self._info.items())
+        info = f'block_size="{engine.block_size}",num_gpu_blocks="{engine.capacity}",{_CACHE}'
         sample = f'vllm:cache_config_info{{engine="0",{info}}} 1.0'
         add("cache_config_info", "gauge", "Facts of the KV cache.", [sample])
+        lines.append("# HELP servegym:lag_seconds How late tokens leave, moving average.")
+        lines.append("# TYPE servegym:lag_seconds gauge")
+        lines.append(f"servegym:lag_seconds {lag_s!r}")
         return "\n".join(lines) + "\n"
 
 

@@ -48,9 +48,12 @@ DEFAULT_TOKENS = 16
 _RANGES = dict(temperature=(0, 2), top_p=(1e-9, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
 _RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(1e-9, 100))
 _RANGES |= dict(n=(1, 1), best_of=(1, 1), priority=(0, 0))  # one answer; first come, first served
+_LEAST = dict(max_completion_tokens=1, max_tokens=1, min_tokens=0, seed=-(1 << 62))
 _TYPES = dict(stop=(str, list), stop_token_ids=(list,), cache_salt=(str,), user=(str,))
 _TYPES |= dict(tools=(list,), tool_choice=(str, dict), response_format=(dict,))
 _TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,), top_k=(int,))
+_TYPES |= dict(stream=(bool,), stream_options=(dict,), ignore_eos=(bool,))
+_USAGE = dict(include_usage=(bool,), continuous_usage_stats=(bool,))
 _NAMES = {str: "a text that is not empty", list: "a list", dict: "an object"}
 _NAMES |= {bool: "true or false", int: "a whole number"}
 _PARTS = dict(text="text", input_text="text", output_text="text", refusal="refusal")
@@ -100,22 +103,6 @@ def _mark(name: str) -> int:
 
 def _wrong(name: str, form: str, value: Any) -> BadRequest:
     return BadRequest(f"{name} must be {form}, got {value!r:.50}", name)
-
-
-def _whole(body: Mapping[str, Any], name: str, default: int, low: int) -> int:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise _wrong(name, f"a whole number of at least {low}", value)
-    return value
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(name, "true or false", value)
-    return bool(value)
 
 
 def _prompt(body: Mapping[str, Any], most: int) -> list[int]:
@@ -232,17 +219,26 @@ def read_json(data: bytes, context: int) -> Any:
         raise BadRequest(str(error)) from None
 
 
+def _check_types(body: Mapping[str, Any], table: Mapping[str, tuple[type, ...]]) -> None:
+    for name, types in table.items():
+        value = body.get(name)
+        empty = value == "" and name != "user"
+        if value is not None and (type(value) not in types or empty):
+            raise _wrong(name, " or ".join(_NAMES[one] for one in types), value)
+
+
 def _check_forms(body: Mapping[str, Any]) -> None:
     """Refuse what real servers refuse in fields that change no times, and what is not simulated."""
     for name, (low, high) in _RANGES.items():
         value = body.get(name)
         if value is not None and not (type(value) in (int, float) and low <= value <= high):
             raise _wrong(name, f"a number from {low} to {high}" if low < high else f"{low}", value)
-    for name, types in _TYPES.items():
+    for name, low in _LEAST.items():
         value = body.get(name)
-        empty = value == "" and name != "user"
-        if value is not None and (type(value) not in types or empty):
-            raise _wrong(name, " or ".join(_NAMES[one] for one in types), value)
+        if value is not None and (type(value) is not int or value < low):
+            raise _wrong(name, f"a whole number of at least {low}", value)
+    _check_types(body, _TYPES)
+    _check_types(body.get("stream_options") or {}, _USAGE)
     for name, kind in (("stop", str), ("stop_token_ids", int)):
         value = body.get(name) or ()
         value = [value] if isinstance(value, str) else value
@@ -275,8 +271,9 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     room = context - len(prompt)
     newer = body.get("max_completion_tokens") is not None
     name = "max_completion_tokens" if newer else "max_tokens"
-    default = max(room, 1) if chat else min(DEFAULT_TOKENS, max(room, 1))
-    most = _whole(body, name, default, 1)
+    most = body.get(name)
+    if most is None:
+        most = max(room, 1) if chat else min(DEFAULT_TOKENS, max(room, 1))
     if most > room:
         size = f"{'at least ' * (room < 0)}{len(prompt)}"
         raise BadRequest(
@@ -285,29 +282,24 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
             "completion. Please reduce the length of the input or of the completion.",
             name if room > 0 else ("messages" if chat else "prompt"),
         )
-    least = _whole(body, "min_tokens", 0, 0)
+    least = body.get("min_tokens") or 0
     if least > most:
         raise BadRequest(f"min_tokens={least} must be at most {name}={most}", "min_tokens")
-    stream = _flag(body, "stream")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise BadRequest("stream_options must be an object", "stream_options")
+    stream, options = bool(body.get("stream")), body.get("stream_options") or {}
     if options and not stream:
         raise BadRequest("stream_options needs stream = true", "stream_options")
-    stop = body.get("stop") or ()
-    options = options or {}
-    usage = _flag(options, "include_usage")
+    stop, usage = body.get("stop") or (), bool(options.get("include_usage"))
     return Ask(
         chat=chat,
         prompt=tuple(prompt),
         max_tokens=most,
         min_tokens=least,
-        ignore_eos=_flag(body, "ignore_eos"),
+        ignore_eos=bool(body.get("ignore_eos")),
         stream=stream,
         usage=usage,
-        running=usage and _flag(options, "continuous_usage_stats"),
+        running=usage and bool(options.get("continuous_usage_stats")),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        seed=_whole(body, "seed", 0, -(1 << 62)),
+        seed=body.get("seed") or 0,
         cache_salt=body.get("cache_salt") or "",
     )
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from servegym._checks import real, whole
+from servegym._checks import keywords, real, whole
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.serve.faults import Fault
@@ -38,8 +38,6 @@ from servegym.experiments.live.serve.protocol import (
     read_request,
 )
 from servegym.hardware_profiles import load
-
-__all__ = ["Served", "SimulatedFleet", "SimulatedServer", "bind", "new_loop"]
 
 BODY_TIMEOUT_S = 30.0
 HEADERS_S = 30.0
@@ -103,13 +101,46 @@ class _Connection(web.RequestHandler):
         return await super().finish_response(request, resp, start_time)
 
 
-async def bind(runner: web.AppRunner, **where: Any) -> asyncio.Server:
-    """Answer requests at an address, see ``loop.create_server``; a log of them would have keys."""
-    loop, kind = asyncio.get_running_loop(), cast(Any, _Connection)  # its hints want a log
-    # What aiohttp inflates it inflates on the loop, however much that is.
-    more = {"access_log": None, "logger": _log, "auto_decompress": False}
-    connect = partial(kind, runner.server, loop=loop, **more)
-    return await loop.create_server(connect, **where)
+class Site:
+    """An application at an address; a log of its requests would have keys."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        self._listener: asyncio.Server | None = None
+
+    async def listen(self, **where: Any) -> int:
+        """Answer requests at an address, see ``loop.create_server``; its port."""
+        if self._runner.server is None:
+            await self._runner.setup()
+        loop, kind = asyncio.get_running_loop(), cast(Any, _Connection)  # its hints want a log
+        # What aiohttp inflates it inflates on the loop, however much that is.
+        more = {"access_log": None, "logger": _log, "auto_decompress": False}
+        connect = partial(kind, self._runner.server, loop=loop, **more)
+        self._listener = await loop.create_server(connect, **where)
+        return self._listener.sockets[0].getsockname()[1]
+
+    @property
+    def listening(self) -> bool:
+        """Whether its port is open."""
+        return self._listener is not None and self._listener.is_serving()
+
+    @property
+    def connections(self) -> set[asyncio.Transport]:
+        """Those that are open."""
+        assert self._runner.server is not None
+        found = {one.transport for one in self._runner.server.connections}
+        return {one for one in found if isinstance(one, asyncio.Transport)}
+
+    def close(self) -> None:
+        """Refuse connections; those that are there go on."""
+        if self._listener is not None:
+            self._listener.close()
+
+    async def stop(self) -> None:
+        """Refuse connections and end those that are there."""
+        self.close()
+        if self._runner.server is not None:
+            await self._runner.cleanup()
 
 
 @dataclass
@@ -126,12 +157,7 @@ class Served:
     end: str = ""  # why it ended: stop, length, abort or error
     slot: int = -1
     reason: str = "length"  # why its answer ends
-    waiter: asyncio.Future[None] | None = field(default=None, repr=False)
-
-    def wake(self) -> None:
-        """Let the handler go on."""
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+    news: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # a token, or the end
 
 
 class SimulatedServer:
@@ -151,42 +177,28 @@ class SimulatedServer:
         try:
             if not spec.profile:
                 raise ValueError("profile is missing; servers are simulated by their profiles")
-            options = dict(spec.options)
-            unknown = sorted(set(options) - set(_OPTIONS))
-            if unknown:
-                raise ValueError(
-                    f"option {unknown[0]!r} is unknown; there are {', '.join(_OPTIONS)}"
-                )
+            keywords(_OPTIONS, spec.options)
             self.engine = LiveEngine(
                 load(spec.profile),
                 max_num_seqs=spec.slots,
                 max_num_batched_tokens=spec.batched_tokens,
-                block_size=whole("block_size", options.get("block_size", 16), 1, 4096),
-                kv_tokens=options.get("kv_tokens"),
-                async_scheduling=options.get("async_scheduling"),
+                **spec.options,
             )
             room = self.engine.capacity * self.engine.block_size
             if spec.context > room:
                 raise ValueError(f"context is {spec.context}; the KV memory has {room} tokens")
         except ValueError as error:
             raise ValueError(f"server {spec.name!r}: {error}") from None
-        cache: dict[str, object] = {
-            "block_size": self.engine.block_size,
-            "num_gpu_blocks": self.engine.capacity,
-            "enable_prefix_caching": True,
-            "prefix_caching_hash_algo": "blake2b",
-        }
-        self.metrics = ServerMetrics(self.model, spec.context, cache)
+        self.metrics = ServerMetrics(self.model, spec.context)
         self.recent: deque[Served] = deque(maxlen=_KEPT)
         self.refused = 0
         self.lag_s = 0.0  # how late tokens leave, moving average of wall seconds
         self._open: dict[int, Served] = {}
-        self._runner: web.AppRunner | None = None
-        self._site: asyncio.Server | None = None
+        self._site = Site(self._app())
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         # When the last request of a connection ended; infinite while there is one.
-        self._since: dict[asyncio.BaseTransport | None, float] = {}
+        self._since: dict[asyncio.Transport | None, float] = {}
         self._count = 0
         self.port = spec.port
         self._started = 0.0
@@ -220,30 +232,20 @@ class SimulatedServer:
             self.lag_s += 0.02 * (late - self.lag_s)
 
     def _tick(self) -> None:
-        self._timer = None
         self._work()
         self._schedule()
 
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _schedule(self) -> None:
         """Call again when the iteration in flight ends."""
-        self._cancel_timer()
-        end = self.engine.next_s
-        if end == math.inf:
-            return
-        now = self.now
-        frozen, until = self._frozen(now)
-        due = max(end + frozen, until)
+        if self._timer is not None:
+            self._timer.cancel()
+        frozen, until = self._frozen(self.now)
+        due = max(self.engine.next_s + frozen, until)
         if due < math.inf:
             self._timer = self._loop.call_at(self._started + due / self.speed, self._tick)
 
     def _hand_out(self, tokens: Sequence[tuple[float, int, int]]) -> None:
         metrics, scale = self.metrics, 1.0 / self.speed
-        woken = []
         for time_s, slot, last in tokens:
             one = self._open[slot]
             one.count += 1
@@ -262,10 +264,8 @@ class SimulatedServer:
             one.last_s = time_s
             if last:
                 self._end(one, one.reason)
-            woken.append(one)
+            one.news.set()
         metrics.total["generation_tokens"] += len(tokens)
-        for one in woken:
-            one.wake()
 
     def _end(self, one: Served, reason: str) -> None:
         """A request is over; its slot is given back."""
@@ -299,10 +299,8 @@ class SimulatedServer:
     def _hit_by(self, kind: str) -> Fault | None:
         """The failure of this kind that the next request meets, if any."""
         now = self.now
-        for one in self.faults:
-            if one.kind == kind and one.at(now) and self._chance.random() < one.rate:
-                return one
-        return None
+        there = (one for one in self.faults if one.kind == kind and one.at(now))
+        return next((one for one in there if self._chance.random() < one.rate), None)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -320,18 +318,15 @@ class SimulatedServer:
             self.refused += 1
             return _error(fault.status, "A failure that was asked for with --fail.")
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        try:
-            if encoding != "identity":
-                data = await asyncio.to_thread(inflate, data, encoding, self.body_bytes)
-            body = read_json(data, self.spec.context)
-            ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
-        except BadRequest as error:
-            return _error(error.status, str(error), error.param)
+        if encoding != "identity":
+            data = await asyncio.to_thread(inflate, data, encoding, self.body_bytes)
+        body = read_json(data, self.spec.context)
+        ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
         self._count += 1
         writer = _Writer(f"{self.spec.name}-{self._count}", ask, self.model)
         if self._hit_by("stall") is not None:
             if ask.stream:
-                await _open_stream(request, self.spec.name)
+                await self._open_stream(request)
             await asyncio.Event().wait()  # until the client hangs up
         if self.engine.full:
             self.refused += 1
@@ -346,45 +341,36 @@ class SimulatedServer:
         self._open[one.slot] = one
         self._schedule()
         try:
-            if ask.stream:
-                return await self._stream(request, writer, one, text, cut_after)
-            while not one.end and one.count < cut_after:
-                await self._wait(one)
-            if one.end == "error" or one.count >= cut_after:
+            response = await self._open_stream(request) if ask.stream else None
+            sent = 0
+            while sent < one.count or not one.end:
+                if sent == one.count:
+                    one.news.clear()
+                    await one.news.wait()
+                    continue
+                first, sent = sent, min(one.count, cut_after)
+                if response is not None:
+                    await response.write(writer.tokens(text, first, sent, one))
+                if sent == cut_after:
+                    _break(request)
+            if one.end == "error":
                 _break(request)
-            headers = {NAMED: self.spec.name}
-            return web.json_response(text=writer.whole("".join(text), one), headers=headers)
+            if response is None:
+                headers = {NAMED: self.spec.name}
+                return web.json_response(text=writer.whole("".join(text), one), headers=headers)
+            await response.write(writer.end(one))
+            await response.write_eof()
+            return response
         finally:
             if not one.end:  # the client has hung up, or the connection was cut
                 self._work()
                 self._end(one, "abort")
                 self._schedule()
 
-    async def _wait(self, one: Served) -> None:
-        one.waiter = self._loop.create_future()
-        await one.waiter
-
-    async def _stream(
-        self, request: web.Request, writer: _Writer, one: Served, text: list[str], cut_after: int
-    ) -> web.StreamResponse:
-        response = await _open_stream(request, self.spec.name)
-        sent = 0
-        while True:
-            count = min(one.count, cut_after)
-            if count > sent:
-                chunk = writer.tokens(text, sent, count, one)
-                sent = count
-                await response.write(chunk)
-                if sent == cut_after:
-                    _break(request)
-            elif one.end == "error":
-                _break(request)
-            elif one.end:
-                break
-            else:
-                await self._wait(one)
-        await response.write(writer.end(one))
-        await response.write_eof()
+    async def _open_stream(self, request: web.Request) -> web.StreamResponse:
+        kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers={**kind, NAMED: self.spec.name})
+        await response.prepare(request)
         return response
 
     # -- other pages ----------------------------------------------------------------------------
@@ -406,10 +392,8 @@ class SimulatedServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self._work()
-        engine, kind = self.engine, {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        text = self.metrics.text(engine.running, engine.waiting, engine.kv_usage)
-        text += "# HELP servegym:lag_seconds How late tokens leave, moving average.\n"
-        text += f"# TYPE servegym:lag_seconds gauge\nservegym:lag_seconds {self.lag_s!r}\n"
+        text = self.metrics.text(self.engine, self.lag_s)
+        kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=text.encode(), headers=kind)
 
     # -- life -----------------------------------------------------------------------------------
@@ -428,8 +412,6 @@ class SimulatedServer:
         """Listen; simulated time began at ``started``, on the clock of the event loop."""
         self._loop = asyncio.get_running_loop()
         self._started, self._created = started, time.time()
-        self._runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=0.2)
-        await self._runner.setup()
         try:
             await self._listen()
         except OSError as error:
@@ -453,6 +435,8 @@ class SimulatedServer:
         self._since[connection] = math.inf
         try:
             return await handler(request)
+        except BadRequest as error:
+            return _error(error.status, str(error), error.param)
         except ConnectionError:  # the client has gone while it was written to
             raise asyncio.CancelledError from None
         finally:
@@ -466,22 +450,17 @@ class SimulatedServer:
 
     def _close_idle(self, now: float) -> None:
         """Close the connections that have had no request for `HEADERS_S` at a time of the loop."""
-        assert self._runner is not None and self._runner.server is not None
-        there = {one.transport for one in self._runner.server.connections} - {None}
-        self._since = {one: self._since.get(one, now) for one in there}
+        self._since = {one: self._since.get(one, now) for one in self._site.connections}
         for one, begin in self._since.items():
             if one is not None and now - begin > HEADERS_S:
                 one.close()
 
     async def _listen(self) -> None:
-        assert self._runner is not None
-        self._site = await bind(self._runner, host=self.spec.host, port=self.port, backlog=1024)
-        self.port = self._site.sockets[0].getsockname()[1]
+        self.port = await self._site.listen(host=self.spec.host, port=self.port, backlog=1024)
 
     async def fail(self, fault: Fault) -> None:
         """Refuse connections or crash from the failure's begin to its end."""
         await asyncio.sleep(max(0.0, (fault.start_s - self.now) / self.speed))
-        assert self._site is not None
         self._site.close()
         if fault.kind == "crash":
             self._crash()
@@ -496,30 +475,25 @@ class SimulatedServer:
         self._work()
         for one in list(self._open.values()):
             self._end(one, "error")
-            one.wake()
+            one.news.set()
         self.engine.clear()
         self._schedule()
-        assert self._runner is not None and self._runner.server is not None
-        for connection in list(self._runner.server.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
+        for connection in self._site.connections:
+            connection.abort()
 
     async def stop(self) -> None:
         """End all requests and stop listening."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._cancel_timer()
-        if self._site is not None:
-            self._site.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._site.stop()
 
     @property
     def listening(self) -> bool:
         """Whether its port is open."""
-        return self._site is not None and self._site.is_serving()
+        return self._site.listening
 
     @property
     def endpoint(self) -> Endpoint:
@@ -648,13 +622,6 @@ def _usage(one: Served, count: int) -> dict[str, Any]:
         "total_tokens": one.prompt + count,
         "prompt_tokens_details": {"cached_tokens": one.hit},
     }
-
-
-async def _open_stream(request: web.Request, name: str) -> web.StreamResponse:
-    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers={**kind, NAMED: name})
-    await response.prepare(request)
-    return response
 
 
 def _break(request: web.Request) -> None:

@@ -7,10 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from servegym.experiments.papers.verdicts import (
-    DIRECTION,
-    DISAGREES,
-    ELSEWHERE,
-    OPEN,
     Claim,
     Finding,
     Rows,
@@ -130,7 +126,7 @@ def migrating(rows: Rows) -> Iterable[Finding]:
             change = percent(by[name]["mean_latency_s"], by[other]["mean_latency_s"])
             verdict = judge(change, -10.0, interval=_paired(by[name], other))
             if (name, other) != ("migrating", "kept"):
-                verdict = ELSEWHERE
+                verdict = "elsewhere"
             yield Finding(f"{name}, against {other}", f"{change:+.3g} %", verdict)
 
 
@@ -175,7 +171,7 @@ def _ends(
         here = f"{change:+.3g} % (paper {paper:g} %)"
         return Finding(setting, here, judge(change, paper, interval=interval))
     here = f"{'more' if change > 0 else 'less'}, overloaded with {' and '.join(grow)}"
-    verdict = OPEN if len(grow) == 2 else DIRECTION if change * paper > 0 else DISAGREES
+    verdict = "open" if len(grow) == 2 else "same direction" if change * paper > 0 else "disagrees"
     return Finding(setting, f"{here} (paper {paper:g} %)", verdict)
 
 

@@ -33,14 +33,14 @@ ENV_ID, SEED = "servegym/ExpertPlacement-v0", DEFAULT_SEED
 def setting(**kwargs: Any) -> str:
     """Link model, cost of a message and what else decides the size of latencies, in words."""
     problem = build_problem(**{"split": "eval", **kwargs})
-    c, options = problem.cluster, problem.simulator
+    c, arguments = problem.cluster, problem.arguments
     rates = sorted({float(b) / 1e6 for b in c.nic_bps})
     return (
         f"{c.model}, {c.num_gpus} GPUs on {c.num_servers} servers, link model {c.link_model}, "
         f"messages {c.messages}, h = {1e3 * c.message_cost_s:g} ms, NIC "
-        f"{' / '.join(f'{r:g}' for r in rates)} Mbps, replica choice {options.replica_choice}, "
-        f"weights from {options.migration_source}, {problem.activations.kind} activations "
-        f"({problem.arguments['skew']} skew), tasks {', '.join(problem.tasks)}"
+        f"{' / '.join(f'{r:g}' for r in rates)} Mbps, replica choice {arguments.replica_choice}, "
+        f"weights from {arguments.migration_source}, {problem.activations.kind} activations "
+        f"({arguments.skew} skew), tasks {', '.join(problem.tasks)}"
     )
 
 
@@ -201,10 +201,9 @@ def drive(
     agent: Any = make_policy(policy, described, family="expert_placement")
     agent.reset(1, seed=seed)
     # More and shorter epochs than the policy decides in.
-    fine = dataclasses.replace(
-        problem, epochs=problem.epochs * slices, epoch_s=problem.epoch_s / slices
-    )
-    system = PlacementEpisode(fine)
+    epochs, epoch_s = problem.arguments.epochs * slices, problem.arguments.epoch_s / slices
+    fine = dataclasses.replace(problem.arguments, epochs=epochs, epoch_s=epoch_s)
+    system = PlacementEpisode(dataclasses.replace(problem, arguments=fine))
     rng = np.random.default_rng(seed)
     system.begin(rng)
     if requests is not None:
@@ -216,7 +215,7 @@ def drive(
         system.history = np.broadcast_to(system.history.sum(axis=0), system.history.shape).copy()
     names = [f"all_{place}_{unit}" for place in ("local", "remote") for unit in ("tokens", "calls")]
     looks, before = [], dict.fromkeys(names, 0)
-    for part in range(fine.epochs):
+    for part in range(epochs):
         plan = None
         if part % slices == 0 and not (static and part):
             observation = {key: value[None] for key, value in system.observation().items()}
@@ -225,7 +224,7 @@ def drive(
                 plan = np.asarray(action["plan"][0], dtype=np.uint8)
         _, adopted, _ = system.advance(plan)
         now = {name: int(system.simulator.state.server[name].sum()) for name in names}
-        look = {"start_s": part * fine.epoch_s, "end_s": (part + 1) * fine.epoch_s}
+        look = {"start_s": part * epoch_s, "end_s": (part + 1) * epoch_s}
         looks.append(look | {n: now[n] - before[n] for n in names} | {"adopted": float(adopted)})
         before = now
     return system, looks

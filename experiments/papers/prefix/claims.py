@@ -11,11 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from servegym.experiments.papers.verdicts import (
-    AGREES,
-    DIRECTION,
-    DISAGREES,
-    ELSEWHERE,
-    OPEN,
     Claim,
     Finding,
     Rows,
@@ -52,10 +47,8 @@ def collapse(text: str, paper: str, *routings: str) -> Claim:
             reported = _collapse(rows, routing, "report_ttft_p90_s")
             ours = _collapse(rows, routing, "ttft_p90_s")
             words = "never" if ours is None else f"from {ours:g}/s on"
-            if reported == ours:
-                verdict = AGREES
-            else:
-                verdict = DISAGREES if None in (reported, ours) else DIRECTION
+            both = None not in (reported, ours)
+            verdict = "agrees" if reported == ours else "same direction" if both else "disagrees"
             yield Finding(routing, words, verdict)
 
     return Claim(LLM_D, text, paper, "llm_d", read)
@@ -102,7 +95,6 @@ def _three(rows: Rows, column: str) -> tuple[float, float, float]:
 
 def stated(place: str, text: str, workload: str) -> Claim:
     """The claim on what is stated of a trace, as the table of facts has judged it."""
-    verdicts = {"agrees": AGREES, "differs": DISAGREES}
 
     def read(rows: Rows) -> Iterable[Finding]:
         whole = ""
@@ -112,10 +104,10 @@ def stated(place: str, text: str, workload: str) -> Claim:
                 name = whole.partition(",")[0] + name.removeprefix("the same")
             else:
                 whole = name
-            if row["workload"].startswith(workload) and row["verdict"] in verdicts:
+            if row["workload"].startswith(workload) and row["verdict"] != "counted here":
                 setting = name if row["workload"] == workload else f"{row['workload']}: {name}"
                 here = f"{_number(row['here'])}; stated {_number(row['published'])}"
-                yield Finding(setting, here, verdicts[row["verdict"]])
+                yield Finding(setting, here, holds([row["verdict"] == "agrees"]))
 
     return Claim(place, text, "see the setting", "workload_facts", read)
 
@@ -125,7 +117,7 @@ def _number(value: Any) -> str:
 
 
 BLIS = "BLIS, 8 instances, 2,000 requests/s"
-NOT_THERE = Finding("2,000 requests/s", "not measured at its rate", OPEN)
+NOT_THERE = Finding("2,000 requests/s", "not measured at its rate", "open")
 
 
 @claim(
@@ -140,7 +132,8 @@ def weights(rows: Rows) -> Iterable[Finding]:
     for at, part in split(rows, "setting", "rate"):
         by = {row["queue"]: row for row in part}
         change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
-        yield Finding(f"{at['setting']}, {at['rate']:g} requests/s", f"{change:+.0f} %", ELSEWHERE)
+        where = f"{at['setting']}, {at['rate']:g} requests/s"
+        yield Finding(where, f"{change:+.0f} %", "elsewhere")
 
 
 @claim(
@@ -155,7 +148,7 @@ def staleness(rows: Rows) -> Iterable[Finding]:
     for at, part in split(pick(rows, rule="llm_d"), "setting", "rate"):
         row = min(part, key=lambda row: abs(row["scrape_s"] - 0.2))
         where = f"llm_d, {at['setting']}, {at['rate']:g} requests/s, {row['scrape_s']:g} s"
-        yield Finding(where, f"{100 * (row['p99_ratio'] - 1):+.0f} %", ELSEWHERE)
+        yield Finding(where, f"{100 * (row['p99_ratio'] - 1):+.0f} %", "elsewhere")
 
 
 CLAIMS: tuple[Claim, ...] = (

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from servegym.experiments.papers.verdicts import (
-    ELSEWHERE,
-    OPEN,
     Claim,
     Finding,
     Reader,
@@ -21,33 +19,6 @@ from servegym.experiments.papers.verdicts import (
     span,
     values,
 )
-
-
-class Change(NamedTuple):
-    """A change from one router to another as the routing paper prints it, percent.
-
-    Attributes:
-        qos: Of the average QoS.
-        latency: Of the latency per token.
-        least: Whether the paper says "at least" of the QoS.
-    """
-
-    qos: float
-    latency: float
-    least: bool = False
-
-
-PRINTED = {
-    "Fig. 7": Change(35.78, -5.45),
-    "Fig. 9": Change(33.47, -3.35, True),
-    "Fig. 12": Change(34.11, -4.17, True),
-    "Fig. 13": Change(18.31, -4.63, True),
-    "Fig. 17, state": Change(17.27, -3.22),
-    "Fig. 17, reward": Change(22.37, -2.15),
-    "Fig. 18": Change(17.94, -1.33),
-    "Fig. 18, none": Change(21.74, math.nan, True),
-}
-"""What the routing paper prints of its figures."""
 
 METHOD = "sac_han"
 AT_N, OVER_L = " (trained at N)", " (trained over L)"
@@ -164,7 +135,7 @@ def ahead(
                 (weak if poor and change * paper > 0 else counted).append((change, interval))
                 met.append(rival)
             where = fleet if rate is None or "/s" in fleet else f"{fleet}, {rate:g}/s"
-            verdict, parts = OPEN, [] if met else ["not trained here"]
+            verdict, parts = "open", [] if met else ["not trained here"]
             if counted:
                 change, interval = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
                 verdict = judge(change, paper, least, interval)
@@ -175,36 +146,40 @@ def ahead(
                 here = span([change for change, _ in weak])
                 parts.append(f"{here} where the rival is below shortest_queue: undertrained")
             if not fleet.startswith(FLEET):
-                verdict = ELSEWHERE
+                verdict = "elsewhere"
             who = f"{method}: " * (method not in ("", METHOD))
             yield Finding(where, who + "; ".join(parts), verdict)
 
     return read
 
 
-def changed(place: str, text: str, source: str, key: str = "qos", **settings: Any) -> Claim:
-    """The claim that a change over the rivals is the one of `PRINTED`, see `ahead`."""
-    printed = PRINTED[place]
-    figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
-    printed_as = f"{'at least ' * least}{figure:+.2f} %"
-    methods = settings.pop("methods", (METHOD,))
-    return Claim(place, text, printed_as, source, ahead(methods, figure, least, key, **settings))
+def changed(
+    place: str,
+    text: str,
+    source: str,
+    paper: float,
+    least: bool = False,
+    methods: Sequence[str] = (METHOD,),
+    **settings: Any,
+) -> Claim:
+    """The claim that a change over the rivals is ``paper`` percent, see `ahead`."""
+    printed = f"{'at least ' * least}{paper:+.2f} %"
+    return Claim(place, text, printed, source, ahead(methods, paper, least, **settings))
 
 
-def effect(factor: str, text: str, new: str, old: str) -> Claim:
+def effect(text: str, paper: float, new: str, old: str) -> Claim:
     """The claim on what a part adds to QoS at the paper's rate: one trained router over another."""
-    paper = PRINTED[f"Fig. 17, {factor}"]
 
     def read(rows: Rows) -> Iterable[Finding]:
         by = {row["policy"]: row for row in pick(rows, point=HOME)}
         if not {new, old} <= set(by):
-            yield Finding(HOME, "not trained here", OPEN)
+            yield Finding(HOME, "not trained here", "open")
             return
         change, interval = percent(by[new]["qos"], by[old]["qos"]), interval_over(by[new], by[old])
-        verdict = judge(change, paper.qos, interval=interval)
+        verdict = judge(change, paper, interval=interval)
         yield Finding(HOME, f"{new} {change:+.1f} %{_bracket(interval)} over {old}", verdict)
 
-    return Claim("Fig. 17", text, f"{paper.qos:+} %", "fig7_poisson", read)
+    return Claim("Fig. 17", text, f"{paper:+} %", "fig7_poisson", read)
 
 
 @claim("Fig. 17", "both with one plain learner", "+17.27 and +22.37 %", "comparison")
@@ -214,7 +189,7 @@ def compared(rows: Rows) -> Iterable[Finding]:
         interval = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
         below = " over what is below shortest_queue" if row["undertrained"] else ""
         here = f"{row['change_pct']:+.1f} %{_bracket(interval)}{below}"
-        yield Finding(f"{row['point']}, {row['level']}", here, ELSEWHERE)
+        yield Finding(f"{row['point']}, {row['level']}", here, "elsewhere")
 
 
 @claim(
@@ -228,21 +203,16 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
     for point in values(rows, "point"):
         seconds = {row["policy"]: row["e2e_s"] for row in pick(rows, point=point)}
         if "sac_han" not in seconds:
-            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
+            yield Finding(point, "not trained here", "open" if point == HOME else "elsewhere")
             continue
         others = [name for name in PAPER_BASELINES if name in seconds]
         quickest = min(others, key=seconds.__getitem__)
         change = percent(seconds["sac_han"], seconds[quickest])
-        verdict = judge(change, -21.34, True) if point == HOME else ELSEWHERE
+        verdict = judge(change, -21.34, True) if point == HOME else "elsewhere"
         yield Finding(point, f"{change:+.1f} % against {quickest}", verdict)
 
 
-@claim(
-    "Fig. 18",
-    "predicted scores and lengths add QoS",
-    f"{PRINTED['Fig. 18'].qos:+} %",
-    "fig18_predictors",
-)
+@claim("Fig. 18", "predicted scores and lengths add QoS", "+17.94 %", "fig18_predictors")
 def with_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS with predicted scores and lengths over that with none."""
     for point in values(rows, "point"):
@@ -251,7 +221,7 @@ def with_predictors(rows: Rows) -> Iterable[Finding]:
             qos = {row["predictors"]: row["qos"] for row in pick(part, policy=policy)}
             if {"PS+PL", "ZS+ZL"} <= set(qos):
                 change = percent(qos["PS+PL"], qos["ZS+ZL"])
-                verdict = judge(change, PRINTED["Fig. 18"].qos) if point == HOME else ELSEWHERE
+                verdict = judge(change, 17.94) if point == HOME else "elsewhere"
                 yield Finding(f"{point}, {policy}", f"{change:+.1f} %", verdict)
 
 
@@ -262,7 +232,7 @@ def _retrained(rows: Rows) -> list[str]:
 @claim(
     "Fig. 18",
     "and without any SAC-HAN is above every baseline",
-    f"at least {PRINTED['Fig. 18, none'].qos:+} %",
+    "at least +21.74 %",
     "fig18_predictors",
 )
 def without_predictors(rows: Rows) -> Iterable[Finding]:
@@ -274,13 +244,12 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
             row for name in _retrained(part) for row in pick(part, predictors="ZS+ZL", policy=name)
         ]
         if not none:
-            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
+            yield Finding(point, "not trained here", "open" if point == HOME else "elsewhere")
             continue
-        paper = PRINTED["Fig. 18, none"]
         rival = max(PAPER_BASELINES, key=lambda name: named[name]["qos"])
         change = percent(none[0]["qos"], named[rival]["qos"])
         here = f"{none[0]['policy']} {change:+.1f} % over {rival}"
-        verdict = judge(change, paper.qos, paper.least) if point == HOME else ELSEWHERE
+        verdict = judge(change, 21.74, True) if point == HOME else "elsewhere"
         yield Finding(point, here, verdict)
 
 
@@ -294,7 +263,7 @@ def decision_time(rows: Rows) -> Iterable[Finding]:
         if "one decision" in name and "torch" not in name:
             ms = row["p99_ms"]
             ours = "(shipped)" in name and not name.startswith(METHOD)
-            verdict = ELSEWHERE if ours else holds([ms < 1])
+            verdict = "elsewhere" if ours else holds([ms < 1])
             yield Finding(name, f"P99 {ms:.2f} ms", verdict)
 
 
@@ -312,7 +281,7 @@ def predictor(quantity: str, top1: float, top3: float) -> Claim:
             met = holds([100 * tuned["top1"] >= top1, 100 * tuned["top3"] >= top3])
             here = f"{ours} % (the commonest alone {blind} %)"
             # The paper's buckets are of equal width.
-            yield Finding(f"{buckets} buckets", here, met if buckets == "width" else ELSEWHERE)
+            yield Finding(f"{buckets} buckets", here, met if buckets == "width" else "elsewhere")
 
     text = f"the {quantity}'s bucket is predicted, top 1 and top 3"
     return Claim("Section V", text, f"{top1}/{top3} %", "learned_predictors", read)
@@ -323,16 +292,24 @@ CLAIMS = (
         "Fig. 7",
         "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals",
         "fig7_poisson",
+        35.78,
         rivals=(BASELINE_RL,),
     ),
     changed(
         "Fig. 7",
         "and takes less time a token",
         "fig7_poisson",
-        "latency_ms_per_token",
+        -5.45,
+        key="latency_ms_per_token",
         rivals=(BASELINE_RL,),
     ),
-    changed("Fig. 9", "more QoS than the baselines under BurstGPT's arrivals", "fig9_burstgpt"),
+    changed(
+        "Fig. 9",
+        "more QoS than the baselines under BurstGPT's arrivals",
+        "fig9_burstgpt",
+        33.47,
+        True,
+    ),
     end_to_end,
     Claim(
         "Fig. 11",
@@ -342,16 +319,23 @@ CLAIMS = (
         ahead((f"{METHOD}{AT_N}",), 1e-9, True),
     ),
     changed(
-        "Fig. 12", "more QoS than the baselines over the arrival rate", "fig12_rate", rate=None
+        "Fig. 12",
+        "more QoS than the baselines over the arrival rate",
+        "fig12_rate",
+        34.11,
+        True,
+        rate=None,
     ),
     changed(
         "Fig. 13",
         "more QoS than the baselines over the latency requirement",
         "fig13_requirement",
+        18.31,
+        True,
         methods=(f"{METHOD}{OVER_L}", METHOD),
     ),
-    effect("state", "the graph adds to Baseline RL", "baseline_rl_dsa", BASELINE_RL),
-    effect("reward", "the QoS-aware reward adds to that", METHOD, "baseline_rl_dsa"),
+    effect("the graph adds to Baseline RL", 17.27, "baseline_rl_dsa", BASELINE_RL),
+    effect("the QoS-aware reward adds to that", 22.37, METHOD, "baseline_rl_dsa"),
     compared,
     with_predictors,
     without_predictors,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym.envs._arguments import ends
 from servegym.envs.families import family_of
 from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.experiments.evaluation.play import open_envs, play, problem_of
@@ -51,7 +52,7 @@ def long_run(
         raise ValueError(f"policy is {policy.name!r}, which does not read the graph observation")
     envs = open_envs(family, policy, episodes, kwargs)
     memory = [step.observation["experts"][:, :, 0].mean(1) for step in play(envs, policy)]
-    limit = float(envs.unwrapped.problem.latency_requirement_s[0])
+    limit = float(ends(envs.unwrapped.problem.arguments.latency_requirement_s)[0])
     sums: dict[str, Any] = {}
     logs = [envs.unwrapped.request_log(row) for row in range(episodes)]
     envs.close()

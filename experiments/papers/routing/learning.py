@@ -88,8 +88,7 @@ def _size(*modules: Any) -> int:
 
 def _served_size(net: Any) -> int:
     """Parameters of a router without those that only its training uses."""
-    training = ("critic.", "value.", "load_value.", "qf1.", "qf2.", "log_alpha")
-    training += ("actor.expert_value.", "actor.exogenous_value.")
+    training = ("qf1.", "qf2.", "log_alpha")
     return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
 
 

@@ -126,7 +126,7 @@ def _fig5(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> Iterator
 def _gaps(options: Options, kind: str) -> np.ndarray:
     """Arrival times of an episode."""
     count = 500 if options.quick else 5000
-    return make_arrivals(kind, 5.0).sample(count, np.random.default_rng(DEFAULT_SEED))
+    return make_arrivals(kind).sample(count, np.random.default_rng(DEFAULT_SEED), 5.0)
 
 
 def _fig8(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:

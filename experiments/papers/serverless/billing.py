@@ -16,7 +16,6 @@ from servegym.envs.workloads.expert_sets import set_bits
 from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.evaluation.tables import note
 from servegym.experiments.papers.study import interval_columns
-from servegym.experiments.papers.verdicts import AGREES, DISAGREES
 from servegym.hardware_profiles.serverless import GPU_PROFILES, SERVING, load_constants
 
 MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
@@ -109,5 +108,5 @@ def with_interval(key: str, values: ArrayLike) -> dict[str, Any]:
 
 def verdict(claim: str, holds: bool, numbers: str) -> dict[str, Any]:
     """A note on a claim of the paper: ``claim``, ``verdict``, and the numbers as a sentence."""
-    agrees = AGREES if holds else DISAGREES
+    agrees = "agrees" if holds else "disagrees"
     return note(f"{numbers} ({agrees} with the paper: {claim}).", claim=claim, verdict=agrees)

@@ -6,12 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from servegym.experiments.papers.serverless.billing import SYNTHETIC
 from servegym.experiments.papers.verdicts import (
-    AGREES,
-    DIRECTION,
-    DISAGREES,
-    ELSEWHERE,
-    IN_PART,
-    OPEN,
     Claim,
     Finding,
     Reader,
@@ -39,7 +33,7 @@ def similarity(rows: Rows) -> Iterable[Finding]:
         same, other = by["same task"], by["other task"]
         here = f"{same['value']:.3f} bit within a task, {other['value']:.3f} across"
         verdict = holds([same["value_high"] < other["value_low"]])
-        yield Finding(model, here, verdict if model in PAPER_MODELS else ELSEWHERE)
+        yield Finding(model, here, verdict if model in PAPER_MODELS else "elsewhere")
 
 
 @claim(
@@ -47,7 +41,7 @@ def similarity(rows: Rows) -> Iterable[Finding]:
 )
 def prediction(rows: Rows) -> Iterable[Finding]:
     """Whether SPS comes next after brute force and VarPAM, where a model's prompts have text."""
-    yield Finding(", ".join(PAPER_MODELS), "no recorded prompts with text", OPEN)
+    yield Finding(", ".join(PAPER_MODELS), "no recorded prompts with text", "open")
     for embedding in ("output", "token"):
         part = pick(rows, embedding=embedding)
         best = {
@@ -55,7 +49,7 @@ def prediction(rows: Rows) -> Iterable[Finding]:
             for name in values(part, "predictor")
         }
         here = ", ".join(f"{name} {best[name]:.3f}" for name in sorted(best, key=best.__getitem__))
-        yield Finding(f"gpt-oss-20b, {embedding} embeddings", f"{here} bit", ELSEWHERE)
+        yield Finding(f"gpt-oss-20b, {embedding} embeddings", f"{here} bit", "elsewhere")
 
 
 @claim(
@@ -95,11 +89,11 @@ def _against(rows: Rows, rivals: Sequence[str]) -> tuple[str, str, bool]:
             changes[name].append(percent(by[name]["usd_per_1000"], first["usd_per_1000"]))
         less = ours["usd_per_1000_high"] < first["usd_per_1000_low"]
         more = ours["usd_per_1000_low"] > first["usd_per_1000_high"]
-        verdicts.append(AGREES if less else DISAGREES if more else OPEN)
+        verdicts.append("agrees" if less else "disagrees" if more else "open")
         most = min(most, *(percent(ours["usd_per_1000"], by[n]["usd_per_1000"]) for n in rivals))
     here = ", ".join(f"{name} {span(of, '+.0f')}" for name, of in changes.items())
-    worst = next((one for one in (DISAGREES, OPEN) if one in verdicts), AGREES)
-    return here, worst, judge(most, -57.14) == AGREES
+    worst = next((one for one in ("disagrees", "open") if one in verdicts), "agrees")
+    return here, worst, judge(most, -57.14) == "agrees"
 
 
 def cheapest(largest: bool) -> Reader:
@@ -117,23 +111,23 @@ def cheapest(largest: bool) -> Reader:
         for at, part in split(rows, "model", "bill", "gpu"):
             here, verdict, as_much = _against(part, ("cpu", "gpu", "fetch", "mix"))
             if at["model"] not in found or at["bill"] != "none" or at["gpu"] not in TESTBED:
-                others.append(verdict == AGREES)
+                others.append(verdict == "agrees")
                 continue
-            if largest and at["model"] != SYNTHETIC and verdict == AGREES and not as_much:
-                verdict = DIRECTION
+            if largest and at["model"] != SYNTHETIC and verdict == "agrees" and not as_much:
+                verdict = "same direction"
             found[at["model"]].append((f"{TESTBED[at['gpu']]}: {here}", verdict))
         for model, ends in found.items():
             if not ends:
-                yield Finding(_where(model), "not measured on the paper's testbed", OPEN)
+                yield Finding(_where(model), "not measured on the paper's testbed", "open")
                 continue
             texts, verdicts = zip(*ends, strict=True)
-            verdict = verdicts[0] if len({*verdicts}) == 1 else OPEN
-            if len({*verdicts}) > 1 and {*verdicts} & {AGREES, DIRECTION}:
-                verdict = IN_PART
+            verdict = verdicts[0] if len({*verdicts}) == 1 else "open"
+            if len({*verdicts}) > 1 and {*verdicts} & {"agrees", "same direction"}:
+                verdict = "in part"
             yield Finding(_where(model), f"against the cheapest, {'; '.join(texts)}", verdict)
         if others:
             where = f"{len(others)} settings with other models, fees or GPUs"
-            yield Finding(where, f"cheapest in {sum(others)}", ELSEWHERE)
+            yield Finding(where, f"cheapest in {sum(others)}", "elsewhere")
 
     return read
 
@@ -177,7 +171,7 @@ def guarantee(statement: str, text: str, rankings: Mapping[str, str]) -> Claim:
                     worst = min(r["holds"] for r in group if ranking in ("", r["ranking"]))
                     where = ", ".join(part for part in (model, words, form) if part)
                     judged = model in PAPER_MODELS and form == "printed"
-                    verdict = holds([worst >= 0.95]) if judged else ELSEWHERE
+                    verdict = holds([worst >= 0.95]) if judged else "elsewhere"
                     yield Finding(where, f"{worst:.3f}", verdict)
 
     return Claim(statement, text, "probability 0.95", "theorems", read)

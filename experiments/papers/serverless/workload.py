@@ -18,13 +18,9 @@ from numpy.typing import NDArray
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.kernel.cost import remote_calls, transfer_s
 from servegym.envs.serverless_moe.loads import Load
-from servegym.envs.serverless_moe.outcomes import (
-    decode_layers,
-    evaluate_plan,
-    prefill_layers,
-    remote_decode,
-)
+from servegym.envs.serverless_moe.outcomes import decode_layers, evaluate_plan, prefill_layers
 from servegym.envs.serverless_moe.plans import make_plan, mix_plan
 from servegym.envs.serverless_moe.records import Plan, Request
 from servegym.envs.serverless_moe.sets import least_used, remote_count
@@ -72,9 +68,10 @@ def expert_times(
     prefill = float(prefill_layers(system, load, plan).seconds.sum())
     decode = float(decode_layers(system, load, plan).seconds.sum())
     histogram = load.histogram(remote, system.top_k)
-    far, _ = remote_decode(system, load, histogram, plan.main_mb, load.trem_s)
+    call_s = system.expert_cpu_s(mb, 1) + transfer_s(system)
+    calls, each_s = remote_calls(system, np.arange(system.top_k + 1), call_s, load.trem_s[:, None])
     local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
-    slower = float((histogram * (far > local)).sum() / histogram.sum())
+    slower = float((histogram * (calls * each_s > local)).sum() / histogram.sum())
     return prefill, decode / request.n_out, slower
 
 

@@ -23,13 +23,13 @@ elsewhere the bias is 0, as one card's says nothing of the sign on another.
 
 The second compares composed steps with measurements that they were not made from: kernels of whole
 models (`servegym.hardware_profiles.build.timed_steps`), published runs of vLLM (``published_rows``:
-TPOT, and TTFT of runs with four clients at most, whose prompts seldom meet another; ``judges``:
-ML.ENERGY's), steps of our own live server and the RTX 4090's run. A set is of one card, model,
-engine (``ahead`` from vLLM 0.14 on, ``waiting`` before), number of cards and format. The interval
-of a class of steps (`compose.step_class`) lies between the 10th and 90th percentile of the
-logarithms of its rows, every card and each of its sets with the same weight: of the rows of as many
-cards of the kind under the engine, of those of the card under it, or of all, whichever is the first
-with enough (:func:`intervals`). ``--write`` puts them into the file of constants.
+TPOT, and TTFT of runs with four clients at most, whose prompts seldom meet another; ``mlenergy``),
+steps of our own live server and the RTX 4090's run. A set is of one card, model, engine (``ahead``
+from vLLM 0.14 on, ``waiting`` before), number of cards and format. The interval of a class of steps
+(`compose.step_class`) lies between the 10th and 90th percentile of the logarithms of its rows,
+every card and each of its sets with the same weight: of the rows of as many cards of the kind under
+the engine, of those of the card under it, or of all, whichever is the first with enough
+(:func:`intervals`). ``--write`` puts them into the file of constants.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import read_json, write_json
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import errors, simulate
@@ -67,7 +68,6 @@ from servegym.hardware_profiles.constants import FILE
 from servegym.hardware_profiles.kernels import list_cards, load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
-from servegym.hardware_profiles.schema import read_json, write_json
 
 __all__ = ["main", "step_errors"]
 
@@ -196,7 +196,7 @@ def left_out_sets(data: Path, wheel: Path) -> list[dict[str, Any]]:
         data: folder of the published tables.
         wheel: of aiconfigurator-core, with published engine runs.
     """
-    from servegym.experiments.studies.fidelity import judges, published_rows
+    from servegym.experiments.studies.fidelity import mlenergy, published_rows
 
     sets: dict[tuple[Any, ...], list[tuple[float, int]]] = {}
 
@@ -228,10 +228,9 @@ def left_out_sets(data: Path, wheel: Path) -> list[dict[str, Any]]:
         add(("decode", *key, "vllm, tpot"), run, one["tpot"])
         if row.clients <= ALONE:
             add(("prefill", *key, "vllm, ttft"), run, one["ttft"])
-    for row in judges.mlenergy_rows(data / "mlenergy" / "text_v3.csv"):
-        if not row["left_out"]:
-            key = ("decode", row["card"], ENGINES[0], row["model"], row["tp"], row["dtype"])
-            add((*key, "vllm, itl"), (row["task"], row["load"]), row["error"])
+    for row in mlenergy.step_rows(data / "mlenergy" / "text_v3.csv"):
+        key = ("decode", row["card"], ENGINES[0], row["model"], row["tp"], row["dtype"])
+        add((*key, "vllm, itl"), (row["task"], row["load"]), row["error"])
     for n, error in enumerate(
         live_prompt_steps(data / LIVE_STEPS, compose(*_LIVE, engine="vllm@0.25"))
     ):
@@ -517,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             content = read_json(data_path(FILE))
             for name, value in constants.items():
                 content["constants"][name]["value"] = value
-            write_json(content, data_path(FILE))
+            write_json(data_path(FILE), content)
         _print_intervals(rows)
         write_result(RESULTS / "fidelity" / "intervals", rows, origin)
         return 0

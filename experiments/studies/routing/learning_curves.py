@@ -35,7 +35,6 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import mean, over_trainings, student_interval
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
-from servegym.experiments.papers.plotting import Curves
 from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import Rows, pick, split
 
@@ -296,13 +295,6 @@ def _study(table: str) -> Study:
         _measured,
         lambda options: ({"table": table},),
         notes=findings,
-        picture=Curves(
-            y="qos",
-            label="average QoS of validation episodes",
-            run=("policy", "training"),
-            panels=("rate", "requests/s"),
-            where=lambda row: row["split"] == "val",
-        ),
         facts=lambda options: TRAININGS[table]._asdict(),
         packages=("torch",),
     )

@@ -40,7 +40,7 @@ def test_every_heuristic_plays_drawn_fleets(name):
     policy = make_policy(name, describe_system(envs.problem), **SHORT.get(name, {}))
     if policy.needs_env:
         policy.bind(envs)
-    qos, taken = episodes(policy, envs, 3, envs.problem.episode_requests)
+    qos, taken = episodes(policy, envs, 3, envs.problem.arguments.episode_requests)
     if name == "drop_all":
         assert not taken.any() and not qos.any()
     else:

@@ -10,7 +10,7 @@ from servegym.baselines.prefix_routing.drawn_settings import (
     problem_of,
 )
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 
 SMALL = {
     "workload": "tenants",
@@ -42,8 +42,8 @@ def batch_of(rows=3, **changes):
 
 def slow_features(seen, row, n, block_size):
     """The features of a replica one by one, from their descriptions."""
-    of = dict(zip(REPLICA_FEATURES, seen["replicas"][row, n].astype(float), strict=True))
-    asked = dict(zip(REQUEST_FEATURES, seen["request"][row].astype(float), strict=True))
+    of = dict(zip(OF_REPLICA, seen["replicas"][row, n].astype(float), strict=True))
+    asked = dict(zip(OF_REQUEST, seen["request"][row].astype(float), strict=True))
     objective = asked["ttft_slo_s"]
     per_s = of["prefill_tokens_per_s"]
     prefill = min((asked["prompt_tokens"] - of["match_tokens"]) / per_s / objective, 8)
@@ -82,12 +82,12 @@ def test_features_are_what_they_say():
     rng, met = np.random.default_rng(0), np.zeros(features.F)
     for _ in range(50):
         seen = batch.observation
-        found, load = features.features(seen, batch.problem.block_size)
+        found, load = features.features(seen, batch.problem.arguments.block_size)
         row, n = rng.integers(3, size=2)
-        slow = slow_features(seen, row, n, batch.problem.block_size)
+        slow = slow_features(seen, row, n, batch.problem.arguments.block_size)
         assert tuple(slow) == features.FEATURES
         np.testing.assert_allclose(found[row, n], list(slow.values()), rtol=2e-5, atol=2e-6)
-        up = [slow_features(seen, row, k, batch.problem.block_size) for k in range(3)]
+        up = [slow_features(seen, row, k, batch.problem.arguments.block_size) for k in range(3)]
         mean = np.mean([one["backlog"] + one["blocks"] for one in up])
         assert load[row] == pytest.approx(min(mean, 2.0), rel=1e-4)
         met += found[row, n] != 0

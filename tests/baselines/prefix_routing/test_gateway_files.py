@@ -296,7 +296,7 @@ QUEUE = "- {type: queue-scorer}"
 REFUSED = {
     "a mistyped plugin": (
         changed(LLM_D, QUEUE, "- {type: que-scorer}"),
-        "plugins: que-scorer.*did you mean 'queue-scorer'",
+        "plugins: que-scorer.*Did you mean 'queue-scorer'",
     ),
     "two of a type": (
         changed(LLM_D, QUEUE, f"{QUEUE}\n- {{type: queue-scorer, name: two}}"),

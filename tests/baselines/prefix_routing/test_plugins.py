@@ -18,7 +18,7 @@ from servegym.baselines.prefix_routing.plugins import (
 )
 from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -226,11 +226,11 @@ def drawn_states(rows, rng):
         "match_tokens": (prompt // ENTRY)[:, None] * rng.integers(0, 5, (rows, N)) // 4 * ENTRY,
         "session_replica": np.eye(N + 1, N)[rng.integers(0, N + 1, rows)],
     }
-    replicas = np.zeros((rows, N, len(REPLICA_FEATURES)), np.float32)
+    replicas = np.zeros((rows, N, len(OF_REPLICA)), np.float32)
     for name, values in draws.items():
-        replicas[:, :, REPLICA_FEATURES.index(name)] = values
-    request = np.zeros((rows, len(REQUEST_FEATURES)), np.float32)
-    request[:, REQUEST_FEATURES.index("prompt_tokens")] = prompt
+        replicas[:, :, OF_REPLICA[name]] = values
+    request = np.zeros((rows, len(OF_REQUEST)), np.float32)
+    request[:, OF_REQUEST["prompt_tokens"]] = prompt
     seen = {"replicas": replicas, "request": request}
     seen |= {"ids": np.zeros((rows, 2), np.int64), "time_s": np.zeros((rows, 1))}
     return seen, (rng.random((rows, N)) < rng.choice([0.2, 0.7, 1], rows)[:, None]).astype(np.int8)

@@ -22,7 +22,7 @@ def run(name, env, seed=0, **kwargs):
     observation, info = env.reset(seed=seed)
     policy.reset(env.num_envs, seed=0)
     rewards, actions = [], []
-    for _ in range(env.problem.episode_requests):
+    for _ in range(env.problem.arguments.episode_requests):
         action = policy.act(observation, info["action_mask"])
         observation, reward, *_, info = env.step(action)
         rewards.append(reward.copy())

@@ -12,9 +12,14 @@ from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.config import build_problem, build_system
 from servegym.envs.serverless_moe.kernel import layout
-from servegym.envs.serverless_moe.kernel.cost import remote_calls, rounding_s, transfer_s
+from servegym.envs.serverless_moe.kernel.cost import (
+    decode_layer,
+    remote_calls,
+    rounding_s,
+    transfer_s,
+)
 from servegym.envs.serverless_moe.loads import Load
-from servegym.envs.serverless_moe.outcomes import evaluate_plan, remote_decode
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.plans import mix_plan
 from servegym.envs.serverless_moe.records import Request
 from servegym.envs.workloads.expert_sets import set_bits
@@ -32,7 +37,7 @@ def test_system_describes_the_problem():
     env = make_env()
     system = ServerlessSystem.from_env(env)
     assert system.nvec.tolist() == env.problem.nvec.tolist()
-    assert system.model.bill_cold_start and system.keep_alive_s == 300.0
+    assert system.model.bill_cold_start and system.arguments.keep_alive_s == 300.0
     assert system.reuse_chance() == pytest.approx(
         0.7 * (1 - np.exp(-300 / 20)) + 0.3 * (1 - np.exp(-300 / 1500))
     )
@@ -92,7 +97,8 @@ def test_expected_rounding_is_the_mean_over_overheads(per_call):
         return calls * rounding_s(model, each)
 
     # One token of each number of remote experts.
-    _, taken = remote_decode(model, load, np.eye(len(r))[:, None], specs, mean)
+    tokens = np.eye(len(r))[..., None]
+    taken = decode_layer(model, tokens, 0.0, call[:, 0], mean, specs, load.trem_factors)
     found, times = (taken.rounding_mb_s / specs).T, np.maximum(taken.invocations.T, 1)
     draws = 1e-3 * np.exp(sigma * np.random.default_rng(0).standard_normal((4000, 1, 1)))
     true = rounding(draws).mean(axis=0)

@@ -29,7 +29,7 @@ def by_hand(name, seed, **kwargs):
     problem, idle, first = env.problem, 0.0, True
     cfg = problem.tables.cfg[0]
     found = []
-    for index in range(problem.episode_requests):
+    for index in range(problem.arguments.episode_requests):
         asked, request = env.batch.arrays.requests[0, index], env.batch.request(0, index)
         idle = float(asked["gap"])  # a request is served at once, nothing goes on in between
         limits = {"ttft_limit_s": asked["ttft_limit"], "tpot_limit_s": asked["tpot_limit"]}

@@ -66,7 +66,7 @@ def test_rewards_sum_to_minus_the_total_latency():
         log = env.request_log()
         latency = log["finish_s"] - log["arrival_s"]
         assert not np.isnan(latency).any()
-        assert total == pytest.approx(-latency.sum() / env.problem.expected_arrivals)
+        assert total == pytest.approx(-latency.sum() / env.problem.expected_arrivals.sum())
         kpis = info["episode_kpis"]
         assert kpis["mean_latency_s"] == pytest.approx(latency.mean())
         assert kpis["requests"] == len(log) > 50
@@ -151,7 +151,7 @@ def test_the_arguments_to_learn_with_pay_the_logarithm_of_each_servers_latency()
     env.reset(seed=2)
     _, reward, ended, _, info = env.step(moves[0])
     assert ended and reward == pytest.approx(sum(info["reward_terms"].values()), rel=1e-14)
-    log, own = env.request_log(), env.problem.epoch_s / 2.0  # expected arrivals of a server
+    log, own = env.request_log(), env.problem.arguments.epoch_s / 2.0  # arrivals expected
     for n in range(3):
         mine = log[log["server"] == n]
         latency_s = (mine["finish_s"] - mine["arrival_s"]).sum() / own

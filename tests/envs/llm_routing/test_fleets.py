@@ -96,8 +96,8 @@ def test_named_deployments_serve_their_load(name):
         turn = turn % count + 1
         _, _, done, _, info = env.step(turn)
     assert info["episode_kpis"]["violation_rate"] < 0.2
-    assert env.problem.running_capacity == DEPLOYMENTS[name]["running_capacity"]
-    assert gymnasium.make(ID, fleet=name, rate=3.0).unwrapped.problem.rate == (3.0, 3.0)
+    assert env.problem.arguments.running_capacity == DEPLOYMENTS[name]["running_capacity"]
+    assert gymnasium.make(ID, fleet=name, rate=3.0).unwrapped.problem.arguments.rate == 3.0
 
 
 @pytest.mark.filterwarnings("ignore:profile 'h100")

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from servegym.envs.llm_routing import arguments, config
+from servegym.envs.llm_routing import config
 from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.llm_routing.kernel.law import pack_law
-from servegym.envs.llm_routing.tables import engine_config
 from servegym.hardware_profiles import LawTables
 from servegym.hardware_profiles.law import Surplus
 
@@ -137,17 +136,20 @@ def make_case(seed: int, requests: int = 40, **choices):
         "bandwidth_bps": 1e5,
         "router_delay_s": delay,
     }
-    given = arguments.RoutingArguments.fill({**engine, "failures": failures})
-    cfg = engine_config(given, running)
+    given = config.RoutingArguments.fill(
+        {**engine, "waiting_capacity": waiting, "episode_requests": requests, "failures": failures}
+    )
+    cfg = config.engine_config(given, running)
     c = cfg[0]
     c["num_experts"], c["waiting_capacity"], c["slots"] = n, waiting, running + waiting
     c["num_requests"], c["max_output_tokens"] = requests, longest
-    c["reward"], c["penalty"] = arguments.REWARDS[reward], arguments.PENALTIES[penalty]
-    c["predicted_estimator"] = arguments.ESTIMATORS[estimator]
+    c["reward"], c["penalty"] = config.REWARDS[reward], config.PENALTIES[penalty]
+    c["predicted_estimator"] = config.ESTIMATORS[estimator]
     table = np.stack(
         [np.repeat(prompts[:, None], n, 1), scores, lengths, said, guessed], axis=-1
     ).astype(np.float32)
     problem = config.Problem(
+        arguments=given,
         cfg=cfg,
         law=pack_law(profiles, running),
         table=table,
@@ -157,9 +159,6 @@ def make_case(seed: int, requests: int = 40, **choices):
         catalog=None,
         columns=np.arange(n),
         arrivals=None,
-        rate=(rate, rate),
-        latency_requirement_s=(limit, limit),
-        arguments={},
     )
     batch = RoutingBatch(problem, 1)
     batch.arrivals[0], batch.rows[0] = arrivals, np.arange(requests)
@@ -217,7 +216,7 @@ def run_case(seed: int, **choices) -> dict[str, float]:
     which = np.ones(1, dtype=np.int8)
     batch.begin(which)
     n = batch.problem.num_experts
-    for j in range(batch.problem.episode_requests):
+    for j in range(batch.problem.arguments.episode_requests):
         assert_same_observation(batch, reference, f"seed {seed}, request {j}")
         action = int(rng.integers(0, n + 1)) if rng.random() < 0.3 else int(rng.integers(1, n + 1))
         batch.step(np.array([action]), which)

@@ -9,7 +9,7 @@ from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.prefix_routing.config import DICT, build_problem
 from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
 from servegym.envs.prefix_routing.kernel import layout
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
@@ -33,7 +33,6 @@ FAILING = {
     "failing": {**SMALL, "failures": FAILURES},
     "failing-precise": {**KINDS["precise"], "failures": FAILURES},
 }
-COLUMN = {name: k for k, name in enumerate(REPLICA_FEATURES)}
 
 
 def play(env, seed, actions=None):
@@ -97,7 +96,7 @@ def test_metrics_are_those_of_the_last_scrape(played):
         now = entry["arrival_s"]
         tick = now if scrape == 0.0 else np.floor(now / scrape) * scrape
         replicas = observation["replicas"]
-        assert replicas[:, COLUMN["metrics_age_s"]] == pytest.approx(now - tick, abs=1e-6)
+        assert replicas[:, OF_REPLICA["metrics_age_s"]] == pytest.approx(now - tick, abs=1e-6)
         for n in range(env.problem.num_replicas):
             mine = found[(found["replica"] == n) & (found["outcome"] == layout.COMPLETED)]
             unsure = (~steady[found["replica"] == n]).any()
@@ -106,8 +105,8 @@ def test_metrics_are_those_of_the_last_scrape(played):
             waiting = (there & ~(mine["admitted"] <= tick)).sum()
             running = ((mine["admitted"] <= tick) & (mine["finish"] > tick)).sum()
             if not unsure:
-                assert replicas[n, COLUMN["waiting"]] == waiting
-                assert replicas[n, COLUMN["running"]] == running
+                assert replicas[n, OF_REPLICA["waiting"]] == waiting
+                assert replicas[n, OF_REPLICA["running"]] == running
 
 
 def test_own_accounting_is_that_of_the_requests_in_flight(played):
@@ -118,8 +117,8 @@ def test_own_accounting_is_that_of_the_requests_in_flight(played):
         for n in range(env.problem.num_replicas):
             mine = found[(found["replica"] == n) & (found["outcome"] == layout.COMPLETED)]
             flying = mine[(mine["available"] < now) & (mine["finish"] > now)]
-            assert observation["replicas"][n, COLUMN["in_flight"]] == len(flying)
-            tokens = observation["replicas"][n, COLUMN["context_tokens"]]
+            assert observation["replicas"][n, OF_REPLICA["in_flight"]] == len(flying)
+            tokens = observation["replicas"][n, OF_REPLICA["context_tokens"]]
             assert tokens == flying["prompt"].sum()
 
 
@@ -167,7 +166,7 @@ def test_replicas_serve_as_in_a_replay_of_the_same_assignment(played):
         max_num_seqs=8,
         max_num_batched_tokens=256,
         kv_tokens=6000,
-        async_scheduling=problem.arguments["async_scheduling"],
+        async_scheduling=problem.arguments.async_scheduling,
     )
     for name, source in (("first_token_s", "first"), ("finish_s", "finish")):
         assert found[source] == pytest.approx(replayed[name], rel=1e-9)
@@ -209,11 +208,11 @@ def test_flat_view_is_the_dict_scaled():
     space = env.observation_space
     high = np.concatenate([space["request"].high, space["replicas"].high.ravel()])
     logs = np.sign(raw) * np.log1p(np.abs(raw)) / np.log1p(high.astype(np.float64))
-    asked, replicas = np.split(a, [len(REQUEST_FEATURES)])
-    shares = replicas.reshape(3, len(REPLICA_FEATURES) + 1)
+    asked, replicas = np.split(a, [len(OF_REQUEST)])
+    shares = replicas.reshape(3, len(OF_REPLICA) + 1)
     told = np.concatenate([asked, shares[:, :-1].ravel()])
     assert told == pytest.approx(np.where(high <= 1, raw, logs), abs=1e-6)
-    of = dict(zip(REPLICA_FEATURES, b["replicas"].T.astype(np.float64), strict=True))
+    of = dict(zip(OF_REPLICA, b["replicas"].T.astype(np.float64), strict=True))
     prompt, objective = b["request"][0], 0.5 + 1e-4 * b["request"][0]
     work = of["prefill_tokens"] + np.maximum(prompt - of["match_tokens"], 0)
     expected_s = work / of["prefill_tokens_per_s"]
@@ -227,7 +226,7 @@ def test_score_counts_what_each_request_took_of_its_objectives(failures):
     envs = PrefixRoutingVectorEnv(num_envs=3, autoreset_mode="Disabled", **kwargs)
     envs.reset(seed=0)
     reader, paid, told = OutcomeReader(envs), np.zeros(3), np.zeros(3)
-    for k in range(envs.problem.episode_requests):
+    for k in range(envs.problem.arguments.episode_requests):
         _, reward, _, _, info = envs.step(np.full(3, k % 3))
         paid += reward
         for ended in reader.read():
@@ -259,9 +258,9 @@ def test_dense_pays_the_change_of_what_requests_hold(kind):
         action = int(chance.integers(env.action_space.n))
         prompt = observation["request"][0].astype(float)
         told = observation["replicas"][min(action, replicas - 1)].astype(float)
-        speed = told[COLUMN["prefill_tokens_per_s"]]
-        uncached = max(prompt - told[COLUMN["match_tokens"]], 0)
-        share = (told[COLUMN["prefill_tokens"]] + uncached) / speed / slo(prompt)
+        speed = told[OF_REPLICA["prefill_tokens_per_s"]]
+        uncached = max(prompt - told[OF_REPLICA["match_tokens"]], 0)
+        share = (told[OF_REPLICA["prefill_tokens"]] + uncached) / speed / slo(prompt)
         early.append(1 / (1 + share) - 5 * uncached / speed)
         observation, reward, done, _, _ = env.step(action)
         total += reward
@@ -284,7 +283,7 @@ def test_scenarios_can_be_played(scenario):
     requests, predicted = problem.draw(np.random.default_rng(0))
     assert len(predicted) == requests.check().num_requests == 50
     longest = requests.prompt_tokens.astype(np.int64) + requests.output_tokens
-    assert longest.max() <= (problem.capacity * problem.block_size).min()
+    assert longest.max() <= (problem.capacity * problem.arguments.block_size).min()
 
 
 @pytest.mark.parametrize(
@@ -337,19 +336,19 @@ def test_replicas_that_fail_lose_requests_and_cache(kind):
     for observation, mask, entry in zip(seen, masks, log, strict=False):
         now, replicas = entry["arrival_s"], observation["replicas"]
         up = np.array([np.searchsorted(times, now, "right") % 2 == 0 for times in changes])
-        assert (replicas[:, COLUMN["up"]] == up).all()
+        assert (replicas[:, OF_REPLICA["up"]] == up).all()
         assert (mask == (up if up.any() else 1)).all()
         dark += not up.all()
         assert (entry["outcome"] == layout.REJECTED) == (not up[entry["replica"]])
         for n in range(3):
             mine = found[found["replica"] == n]
             there = (mine["available"] < now) & (ends[found["replica"] == n] > now)
-            assert replicas[n, COLUMN["in_flight"]] == there.sum()
+            assert replicas[n, OF_REPLICA["in_flight"]] == there.sum()
             last = changes[n][: np.searchsorted(changes[n], now, "right")][::2][-1:]
             sent = mine["available"][mine["available"] < now]
             if last.size and not (sent > last[0]).any():  # nothing since it lost its cache
-                assert replicas[n, COLUMN["match_tokens"]] == 0
-                assert replicas[n, COLUMN["index_tokens"]] == 0
+                assert replicas[n, OF_REPLICA["match_tokens"]] == 0
+                assert replicas[n, OF_REPLICA["index_tokens"]] == 0
     assert 5 < dark < len(log)
 
 

@@ -26,11 +26,12 @@ from servegym.envs.prefix_routing.kernel.gateway import (
     take_news,
 )
 from servegym.envs.prefix_routing.kernel.observation import (
-    REPLICA_FEATURES,
+    OF_REPLICA,
     REPLICA_HIGH,
     REPLICA_LOW,
-    REQUEST_FEATURES,
     REQUEST_HIGH,
+    SEEN_REPLICA,
+    SEEN_REQUEST,
     observe,
 )
 
@@ -46,7 +47,7 @@ OUTPUT_RECORD = np.dtype((np.record, [("output", "i4")]))
 
 
 @njit(error_model="numpy")  # not cached, as the cache would not notice an edit of the kernel
-def run(g, b, steps, news, events, outputs, replicas, request):
+def run(g, b, steps, news, events, outputs, shown, asked, columns, asked_columns):
     """Apply the steps (code, request, replica, seconds, number, number, number) one by one."""
     seen = 0
     for i in range(len(steps)):
@@ -54,7 +55,7 @@ def run(g, b, steps, news, events, outputs, replicas, request):
         now = steps[i, 3]
         if code == DECIDE:
             look_up(g, b, j, now)
-            observe(g, b, j, now, replicas[seen], request[seen])
+            observe(g, b, j, now, shown[seen], asked[seen], columns[seen], asked_columns[seen])
             seen += 1
         elif code == SEND:
             sent(g, b, j, n, now)
@@ -81,14 +82,16 @@ class Script:
 
     def run(self, g, requests, replicas, row=0):
         decisions = sum(step[0] == DECIDE for step in self.steps)
-        seen = np.zeros((decisions, replicas, len(REPLICA_FEATURES)), np.float32)
-        asked = np.zeros((decisions, len(REQUEST_FEATURES)), np.float32)
+        shown = np.zeros((decisions, replicas), SEEN_REPLICA)
+        asked = np.zeros(decisions, SEEN_REQUEST)
+        columns = shown.view(np.float32).reshape(decisions, replicas, -1)
+        seen = shown, asked, columns, asked.view(np.float32).reshape(decisions, -1)
         events = np.array(self.events or [(0, 0, 0, 0)], EVENT_RECORD)
         outputs = np.zeros(len(requests.output_tokens), OUTPUT_RECORD)
         outputs["output"] = requests.output_tokens
         news = np.array(self.news, NEWS_RECORD) if self.news else np.zeros(1, NEWS_RECORD)
-        run(g, row, np.array(self.steps, np.float64), news, events, outputs, seen, asked)
-        return seen, asked
+        run(g, row, np.array(self.steps, np.float64), news, events, outputs, *seen)
+        return seen[2:]
 
 
 def allocate(config, replicas, episodes):
@@ -226,14 +229,13 @@ def test_kernel_equals_plain_objects(
     prompt, turn, gap, heat = np.array([row for _, row in expected], np.float32).T
     columns = [prompt, np.full(40, 9.0), turn, gap, heat, np.full(40, 0.5), np.full(40, 0.04)]
     np.testing.assert_allclose(asked, np.stack(columns, 1), rtol=1e-6, atol=1e-6)
-    low, high = np.array(REPLICA_LOW, np.float32), np.array(REPLICA_HIGH, np.float32)
-    assert (seen >= low).all() and (seen <= high).all()
-    assert (asked >= 0).all() and (asked <= np.array(REQUEST_HIGH, np.float32)).all()
+    assert (seen >= REPLICA_LOW).all() and (seen <= REPLICA_HIGH).all()
+    assert (asked >= 0).all() and (asked <= REQUEST_HIGH).all()
 
 
 # Blocks of 64 tokens: prompts of 2 blocks (1, 2), of 3 (1, 2, 3), of one (9), and (1, 2, 3) again.
 CHAINS = requests_of([[1, 2], [1, 2, 3], [9], [1, 2, 3]], [128, 192, 64, 192], [10] * 4, 64)
-MATCH = REPLICA_FEATURES.index("match_tokens")
+MATCH = OF_REPLICA["match_tokens"]
 
 
 def loaded():
@@ -253,7 +255,7 @@ def test_events_of_a_lost_cache_and_of_an_overrun_ring_do_not_count():
     script.add(DECIDE, 0, 0, 9.0)
     seen, _ = script.run(loaded(), CHAINS, 2)
     assert seen[..., MATCH].tolist() == [[64, 0]]
-    assert seen[..., REPLICA_FEATURES.index("up")].tolist() == [[0, 1]]
+    assert seen[..., OF_REPLICA["up"]].tolist() == [[0, 1]]
     # A ring of 3 after 5 events: the two that hold the first were overwritten.
     script.steps.pop(0)
     script.steps[0] = (EVENTS, 5, 0, 9.0, 0, 0, 0.0)

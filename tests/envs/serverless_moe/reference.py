@@ -17,17 +17,17 @@ def plan_of(problem, prompt, n_in, action):
     """The plan that an action means for a request of ``n_in`` tokens of a prompt."""
     level, order, w = (int(x) for x in action[:3])
     y, z = action[3:4], action[4:5]
-    if problem.granularity == "per_layer":
+    if problem.arguments.granularity == "per_layer":
         y, z = np.split(np.asarray(action[3:]), 2)
     predicted, layers = problem.predicted[prompt].astype(np.float64), problem.system.moe_layers
     return make_plan(
         problem.system,
-        least_used(problem.shared if order else predicted, int(problem.levels[level])),
+        least_used(problem.shared if order else predicted, int(problem.tables.members[level])),
         n_in * problem.system.top_k * predicted,
         problem.max_output_tokens,
-        main_headroom_mb=float(problem.w_headroom_mb[w]),
-        remote_headroom_mb=np.broadcast_to(problem.y_headroom_mb[y], layers),
-        extra_replicas=np.broadcast_to(problem.z_headroom[z], layers),
+        main_headroom_mb=float(problem.arguments.w_headroom_mb[w]),
+        remote_headroom_mb=np.broadcast_to(problem.tables.y_headroom[y], layers),
+        extra_replicas=np.broadcast_to(problem.tables.z_headroom[z], layers),
     )
 
 

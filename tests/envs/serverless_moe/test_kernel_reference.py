@@ -87,7 +87,7 @@ def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
         np.testing.assert_array_equal(replica, plan.assignment)
         assert log["main_mb"] == plan.main_mb
         assert log["remote_mb"] == plan.remote_mb.sum() and log["replicas"] == plan.replicas.sum()
-        penalty = env.problem.arguments["penalty"]
+        penalty = env.problem.arguments.penalty
         if got.feasible:
             late = (got.ttft_s > r["ttft_limit"]) + (got.tpot_s > r["tpot_limit"])
             assert log["main_warm"] == (not cold.main)

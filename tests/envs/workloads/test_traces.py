@@ -92,7 +92,7 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\
         (AZURE + "5,1,2\n", None, ":2: field 'TIMESTAMP'", "is a number, where a date"),
         ("time,Time\n1,2\n", None, ":1: field 'Time'", "is there as 'time', too"),
         ('[{"timestamp": 0}]\n', None, ":1", "is a JSON array; write one JSON object on each line"),
-        (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "a key is there twice"),
+        (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "given twice"),
         ("timestamp\n1700000000000\n", None, ":2: field 'timestamp'", "not even since 1970"),
         (
             ROW + ROW.replace(": 1,", ": 1.25,"),

@@ -27,7 +27,7 @@ from servegym.envs.llm_routing import parallel_env as routing_agents
 from servegym.experiments.evaluation import guest as guests
 from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.guest import GuestPolicy
+from servegym.experiments.evaluation.guest import IN_PROCESS, GuestPolicy
 from servegym.experiments.evaluation.play import DEFAULT_SEED, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
@@ -102,7 +102,7 @@ def test_a_cheat_in_a_process_of_its_own_plays_as_without_its_tricks(tmp_path: P
     seed = rows[0]["seed"]
     assert seed not in range(1_000_000), "nobody knew it"
     assert [row["source"] for row in rows] == ["guest", "servegym"]
-    honest = evaluate(ENV_ID, [Same()], 1, seed, SMALL, in_process=True)
+    honest = evaluate(ENV_ID, [Same()], 1, seed, SMALL, guests=IN_PROCESS)
     for name in ("arrival_s", "expert", "catalog_row"):
         assert np.array_equal(rows.logs["cheat"][0][name], honest.logs["same"][0][name])
     again = evaluate(ENV_ID, ["greedy_qos"], 1, seed, SMALL)
@@ -117,13 +117,13 @@ def test_a_cheat_in_a_process_of_its_own_plays_as_without_its_tricks(tmp_path: P
 def test_the_world_is_not_the_policys_to_choose(family: str) -> None:
     record = family_named(family)
     world = {"model": "toy"} if family in ("serverless", "placement") else {}
-    arguments = set(problem_of(record.env_id, world).arguments)
+    arguments = set(dict(problem_of(record.env_id, world).arguments))
     interface = set(report_of(record).interface)
     assert interface < arguments
     for argument in arguments - interface:
         guest = from_callable(lambda o, m: 1, "mine", env_kwargs={argument: None})
         with pytest.raises(ValueError, match=f"'mine' asks for {argument}=.*allowed are"):
-            resolve(guest, None, record, in_process=True)
+            resolve(guest, None, record, guests=IN_PROCESS)
 
 
 def test_no_other_way_takes_the_world_either(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_whoever_takes_the_environment_is_clairvoyant() -> None:
         def bind(self, env: Any) -> None:
             self.env = env
 
-    (row,) = evaluate(ENV_ID, [Grabbing()], 1, 7, SMALL, in_process=True)
+    (row,) = evaluate(ENV_ID, [Grabbing()], 1, 7, SMALL, guests=IN_PROCESS)
     assert row["clairvoyant"] and row["source"] == "guest in process"
     early = from_callable(lambda o, m: 1, "early", env_kwargs={"reward": "paid_forward"})
-    assert resolve(early, None, family_of(ENV_ID), in_process=True).clairvoyant
+    assert resolve(early, None, family_of(ENV_ID), guests=IN_PROCESS).clairvoyant
     with pytest.raises(ValueError, match="'grabbing' has needs_env.*--in-process"):
         evaluate(ENV_ID, [Grabbing()], 1, 7, SMALL)
 
@@ -166,7 +166,7 @@ def test_feedback_is_a_copy_and_tells_of_nothing_that_has_not_ended() -> None:
     world = {"rate": 8.0, "episode_requests": 60, "reward": "qos_aware", "penalty": "literal"}
     system = describe_system(problem_of(ENV_ID, world))
     guests = [Learner(system), "round_robin"]
-    row, same = evaluate(ENV_ID, guests, 1, 7, world, in_process=True)
+    row, same = evaluate(ENV_ID, guests, 1, 7, world, guests=IN_PROCESS)
     assert row["return"] == same["return"]
     # What ended on time, without the penalty that depends on the true length of the request.
     assert min(map(np.min, told)) >= 0.0
@@ -205,7 +205,7 @@ class Policy(First):
 @pytest.mark.parametrize("name", ["greedy_qos", "sac_han", "a\nb", "x" * 61, "best (clairvoyant)"])
 def test_a_guest_does_not_take_another_policys_name(name: str) -> None:
     with pytest.raises(ValueError, match="policy's name is"):
-        evaluate(ENV_ID, [from_callable(lambda o, m: 1, name)], 1, 7, SMALL, in_process=True)
+        evaluate(ENV_ID, [from_callable(lambda o, m: 1, name)], 1, 7, SMALL, guests=IN_PROCESS)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_a_wrong_action_is_an_error_that_names_the_policy(wrong: Any) -> None:
             return wrong(super().act(observation, action_mask))
 
     with pytest.raises(PolicyError, match="'same' acted wrongly"):
-        evaluate(ENV_ID, [Wrong()], 1, 7, SMALL, in_process=True)
+        evaluate(ENV_ID, [Wrong()], 1, 7, SMALL, guests=IN_PROCESS)
 
 
 def test_a_running_episode_hides_how_its_requests_will_end() -> None:
@@ -542,6 +542,6 @@ def test_a_policy_of_the_package_stays_in_process(tmp_path: Path) -> None:
     assert resolve(RoundRobin(system), problem, family).source == "servegym"
     file = write(tmp_path, "def act(observation, action_mask):\n    return 1\n")
     for guest in (from_callable(lambda o, m: 1, "mine"), file, policy_from_file(file, system)):
-        policy = resolve(guest, problem, family, in_process=True)
+        policy = resolve(guest, problem, family, guests=IN_PROCESS)
         assert policy.source == "guest in process"
         assert resolve(policy, problem, family) is policy

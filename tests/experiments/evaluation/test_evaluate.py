@@ -10,6 +10,7 @@ import pytest
 
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.evaluation import evaluate as ev
+from servegym.experiments.evaluation.guest import IN_PROCESS
 from servegym.experiments.evaluation.output import check_writable, write_csv, write_json
 from servegym.experiments.evaluation.reporting import expert_names
 
@@ -50,7 +51,7 @@ class Shaped(First):
 @pytest.fixture(scope="module")
 def result():
     policies = [First(), "drop_all", Flat(), Oracle()]
-    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, in_process=True)
+    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, guests=IN_PROCESS)
     return rows, rows.logs
 
 
@@ -89,7 +90,7 @@ def test_rows_and_logs_do_not_depend_on_where_blocks_run_and_when_they_end(resul
 
     rows, logs = result
     policies = [First(), First(), "drop_all"]
-    other = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, 3, elsewhere, in_process=True)
+    other = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, 3, elsewhere, guests=IN_PROCESS)
     assert other[:4] == rows[:4] and repr(other[8:]) == repr(rows[4:8])
     assert [row["policy"] for row in other[4:8]] == ["first #2"] * 4
     for one, two in zip(other.logs["first #2"], logs["first"], strict=True):
@@ -144,11 +145,11 @@ def test_drop_all_is_undefined_not_zero(result):
 
 
 def test_return_under_another_reward_is_not_compared():
-    rows = ev.evaluate(ENV_ID, [First(), Shaped()], 1, 7, SMALL, in_process=True)
+    rows = ev.evaluate(ENV_ID, [First(), Shaped()], 1, 7, SMALL, guests=IN_PROCESS)
     assert math.isfinite(rows[0]["return"]) and math.isnan(rows[1]["return"])
     assert rows[0]["avg_qos"] == rows[1]["avg_qos"]
     paid_forward = {**SMALL, "reward": "paid_forward"}
-    same = ev.evaluate(ENV_ID, [Shaped()], 1, 7, paid_forward, in_process=True)
+    same = ev.evaluate(ENV_ID, [Shaped()], 1, 7, paid_forward, guests=IN_PROCESS)
     assert same[0]["return"] == pytest.approx(rows[0]["avg_qos"] * SMALL["episode_requests"])
 
 
@@ -195,7 +196,7 @@ def test_printed_table(result, capsys):
         ({"policies": ["gredy_qos"]}, "did you mean 'greedy_qos'"),
         ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
         ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),
-        ({"env_id": "servegym/LLMRoutng-v0"}, "did you mean 'servegym/LLMRouting"),
+        ({"env_id": "servegym/LLMRoutng-v0"}, "Did you mean 'servegym/LLMRouting"),
         ({"env_kwargs": {"rte": 8}}, "rte.*rate"),
         ({"env_kwargs": {"max_episode_steps": 5}}, "max_episode_steps"),
     ],

@@ -131,7 +131,7 @@ def stub(monkeypatch, *gains):
     """The episodes of a policy with these gains over each baseline; returns what was asked for."""
     asked, begin = [], 0
 
-    def played(policies, arguments, first, more, executor=None):
+    def played(policies, arguments, first, more, **how):
         nonlocal begin
         goes_on = asked and asked[-1][:2] == (arguments["rate"], first - asked[-1][2])
         begin = begin if goes_on else first

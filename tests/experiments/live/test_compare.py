@@ -57,7 +57,7 @@ def test_tiny_servers_from_calibration_to_tables(tmp_path):
         records = json.loads(path.read_text())["records"]
         assert len(records) == 20 and not any(r.get("error") for r in records)
         for r in records:
-            assert r["expert"] < 0 or 0 < r["first_s"] <= r["finish_s"]
+            assert r["expert"] < 0 or 0 < r["first_token_s"] <= r["finish_s"]
     for name in ("small", "large"):
         assert compare.capacity(load(str(tmp_path / f"{name}.json")), 2)[0] > 0
     assert len(read_rows(tmp_path / "tables" / "qos.csv")) == 2 * 2

@@ -39,7 +39,7 @@ def replayed(policy, fleet, *, admitted=True, seed=0):
 
     router.policy.act = noting
     under_way = set()
-    for k in range(problem.episode_requests):
+    for k in range(problem.arguments.episode_requests):
         seen, mask, now = batch.observation, batch.action_mask, float(batch.env["now"][0])
         inside = set()
         for n in range(problem.num_experts):

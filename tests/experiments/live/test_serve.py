@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import signal
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -37,12 +38,6 @@ STORY = "The river runs past the mill, and 1,024 people live there. " * 12
 def spec(name="a", **more):
     given = {"model": "llama", "slots": 64, "context": 4096, "profile": PROFILE, **more}
     return ServerSpec(name, "simulated", **given)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """The engine is compiled before a server runs in real time."""
-    LiveEngine(load(PROFILE), max_num_seqs=8).work(0.0)
 
 
 def served(scenario, *specs, faults=(), speed=20.0, **more):
@@ -320,31 +315,17 @@ def deflate(data, bits):
 
 
 @pytest.mark.parametrize(("encoding", "bits"), [("gzip", 31), ("deflate", 15), ("deflate", -15)])
-def test_no_more_of_a_body_is_inflated_than_it_may_have(monkeypatch, encoding, bits):
-    made = []
-
-    class Spy:
-        def __init__(self, **more):
-            self._of, self.most = inflater(**more), 0
-            made.append(self)
-
-        def __getattr__(self, name):
-            return getattr(self._of, name)
-
-        def decompress(self, data, most):
-            found = self._of.decompress(data, most)
-            self.most = max(self.most, len(found))
-            return found
-
-    inflater = zlib.decompressobj
-    monkeypatch.setattr(zlib, "decompressobj", lambda wbits: Spy(wbits=wbits))
-    good, bomb = deflate(b"a" * 1000, bits), deflate(bytes(8 << 20), bits)
+def test_no_more_of_a_body_is_inflated_than_it_may_have(encoding, bits):
+    good, bomb = deflate(b"a" * 1000, bits), deflate(bytes(64 << 20), bits)
     assert inflate(good, encoding, 1000) == b"a" * 1000
     cases = (good, 999, 413), (bomb, 1000, 413), (good[:-1], 1000, 400), (b"", 1000, 400)
     for data, most, status in (*cases, (good + good, 1000, 400), (b"\x08" + good, 1000, 400)):
+        tracemalloc.start()
         with pytest.raises(BadRequest) as caught:
             inflate(data, encoding, most)
-        assert caught.value.status == status and made[-1].most <= most + 1
+        assert caught.value.status == status
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
 
 
 SECRET = b"SECRET"
@@ -702,7 +683,7 @@ def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):
         command.main([str(path)])
     simulated = f'[[server]]\nname = "a"\nengine = "simulated"\nprofile = "{PROFILE}"\n'
     path.write_text(simulated + "options = {kv_token = 4}\n")
-    with pytest.raises(ValueError, match="server 'a': option 'kv_token'"):
+    with pytest.raises(ValueError, match="server 'a': .*'kv_token'.*'kv_tokens'"):
         command.main([str(path)])
     path.write_text(simulated + "options = {async_scheduling = 1}\n")
     with pytest.raises(ValueError, match="server 'a': async_scheduling=1"):

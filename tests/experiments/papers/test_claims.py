@@ -4,7 +4,7 @@ import pytest
 
 from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, lines, main
 from servegym.experiments.papers.routing.claims import HOME, ahead
-from servegym.experiments.papers.verdicts import ELSEWHERE, OPEN, judge
+from servegym.experiments.papers.verdicts import judge
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_the_worst_point_decides_and_a_gain_over_an_undertrained_reference_does_
     assert found(FAIR, POOR) == (worst, "same direction")
     poor = "+40.0 % where the rival is below shortest_queue: undertrained"
     assert found(FAIR, WEAK) == (f"+36.0 % {over}; {poor}", "agrees")
-    assert found(WEAK) == (poor, OPEN)
-    assert found({"random": 0.1}) == ("not trained here", OPEN)
+    assert found(WEAK) == (poor, "open")
+    assert found({"random": 0.1}) == ("not trained here", "open")
     lost = f"-10.0 to +36.0 % at 2 points, the least -10.0 % {over}"
     assert found(FAIR, LOST) == (lost, "disagrees")
-    assert found(FAIR, LOST, fleet="edge-6-heterogeneous") == (lost, ELSEWHERE)
+    assert found(FAIR, LOST, fleet="edge-6-heterogeneous") == (lost, "elsewhere")
 
 
 def test_a_claim_is_judged_at_the_papers_rate_by_its_baselines() -> None:
@@ -93,7 +93,7 @@ def test_a_claim_is_judged_at_the_papers_rate_by_its_baselines() -> None:
 
 
 def test_without_results_every_claim_is_open(tmp_path) -> None:
-    assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {OPEN}
+    assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {"open"}
 
 
 @pytest.mark.parametrize("family", TITLES)
@@ -102,7 +102,7 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
         assert findings(one), one
     assert main([family]) == 0
     printed = capsys.readouterr().out
-    verdicts = [line[-1] for line in lines(family) if line[-1] != ELSEWHERE]
+    verdicts = [line[-1] for line in lines(family) if line[-1] != "elsewhere"]
     count = verdicts.count("agrees")
     tally = f"{TITLES[family]}: {len(verdicts)} findings: {count} agrees, "
     assert printed.startswith(tally)

@@ -1,12 +1,11 @@
 """Studies: their command line, tables and pictures, and how a family's modules are run."""
 
-import importlib
-import sys
 import types
 from pathlib import Path
 
 import pytest
 
+from servegym.envs.families import FAMILIES
 from servegym.experiments.evaluation.output import read_rows, write_csv
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers import study
@@ -99,12 +98,9 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
 def two(monkeypatch):
     """Two modules of a family and the record of their runs."""
     calls = []
-    found = []
-    for name, status in (("good", 0), ("bad", 3)):
-        module = types.ModuleType(f"made_up_{name}")
-        module.main = lambda argv, name=name, status=status: calls.append((name, argv)) or status
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        found.append(study.Module(name, module.__name__, f"shows {name}"))
+    found = {name: types.ModuleType(name, f"shows {name}") for name in ("good", "bad")}
+    found["good"].main = lambda argv: calls.append(("good", argv))
+    found["bad"].main = lambda argv: calls.append(("bad", argv)) or 3
     monkeypatch.setattr(study, "list_modules", lambda family: found)
     return calls
 
@@ -120,9 +116,9 @@ def test_all_modules_run_in_order_and_failures_are_counted(two, capsys):
 def test_every_module_says_what_it_shows_and_every_table_is_made_once():
     with pytest.raises(ValueError, match="family='rooting'.*'routing'"):
         study.list_modules("rooting")
-    for family in study.GROUPS:
-        modules = study.list_modules(family)
-        assert modules and all(module.description.endswith(".") for module in modules)
-        studies = [one for m in modules for one in importlib.import_module(m.module).STUDIES]
+    for family in FAMILIES:
+        modules = study.list_modules(family.name).values()
+        assert modules and all(module.__doc__.partition("\n")[0][-1] == "." for module in modules)
+        studies = [one for module in modules for one in module.STUDIES]
         tables = [name for one in studies for name in (one.name, *one.beside)]
         assert len(tables) == len(set(tables))

@@ -100,7 +100,7 @@ def test_every_argument_of_a_shipped_sweep_is_one_of_its_agent(name: str) -> Non
         ("method: bayes", "method: bays", "method='bays' is unknown"),
         ("agents/ppo.py", "agents/no_such.py", "no agent of servegym has it"),
         ("min: 0.001", "min: 0", "log_uniform_values needs a min above 0"),
-        ("min: 0.001", "min: .nan", "learning_rate.min is nan"),
+        ("min: 0.001", "min: .nan", "learning_rate.min=nan must be a finite number"),
         ("{min: 1, max: 9}", "{min: 1}", "num_steps needs value, values, or min and max"),
         ("values: [8, 16, 32]", "values: [[8], 16]", "is no number, text, true or false"),
         ("metric: {name: eval/score, goal: minimize}", "", "metric is missing"),
@@ -126,7 +126,7 @@ def test_unknown_sweeps_and_counts_are_named(tmp_path: Path) -> None:
         read_sweep("sac_hann")
     with pytest.raises(ValueError, match="no such file"):
         read_sweep("nowhere/there.yaml")
-    for counts, message in (((0, 1), "trials is 0"), ((1, 0), "workers is 0")):
+    for counts, message in (((0, 1), "trials=0"), ((1, 0), "workers=0")):
         with pytest.raises(ValueError, match=message):
             run_sweep(read_sweep(written(tmp_path)), *counts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -219,7 +219,7 @@ sweep.run_sweep(read_sweep({str(path)!r}), 3, 2, Path({str(tmp_path / "out")!r})
     limit = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < limit:
         time.sleep(0.02)
-    with pytest.raises(ValueError, match="another process runs"):
+    with pytest.raises(ValueError, match="another process is at work"):
         run_sweep(read_sweep(path), 3, 1, tmp_path / "out")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -2,9 +2,9 @@
 
 import pytest
 
+from servegym._files import read_json
 from servegym.hardware_profiles.build.fit_moe import L2_BYTES, MODELS, fit_layer
 from servegym.hardware_profiles.load import data_path
-from servegym.hardware_profiles.schema import read_json
 
 
 # The derived layer goes through the fit of a timed one as well.

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from servegym._files import read_json
 from servegym.hardware_profiles.build import fit_serverless
-from servegym.hardware_profiles.schema import read_json
 
 
 def write(path, header, rows):

@@ -7,13 +7,13 @@ import shutil
 import numpy as np
 import pytest
 
+from servegym._files import read_json
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.build.derive import derive_cards, fleets, paper_linear
 from servegym.hardware_profiles.build.derive import main as derive_main
 from servegym.hardware_profiles.calibrate.calibrate import KernelOptions, calibrate_kernels, main
 from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS
 from servegym.hardware_profiles.load import data_path
-from servegym.hardware_profiles.schema import read_json
 
 RTX = "rtx4090-llama-3.1-8b"
 KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"

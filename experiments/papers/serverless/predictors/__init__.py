@@ -3,7 +3,7 @@
 Every predictor is fitted on historical prompts and returns, for new ones, the share of the calls
 of a layer that each expert gets: ``(Q, L, K)``, each layer summing to 1. Use::
 
-    predictor = make_predictor("sps", alpha=5, beta=60)
+    predictor = PREDICTORS["sps"](alpha=5, beta=60)
     predictor.fit(embeddings, activations)
     shares = predictor.predict(new_embeddings)
 
@@ -51,7 +51,7 @@ from servegym.experiments.papers.serverless.predictors.without_search import (
     Ridge,
 )
 
-__all__ = ["LARGE_DATA", "PREDICTORS", "Predictor", "fitted", "js_divergence", "make_predictor"]
+__all__ = ["LARGE_DATA", "PREDICTORS", "Predictor", "fitted", "js_divergence"]
 
 PREDICTORS: dict[str, Callable[..., Predictor]] = {
     kind.name: kind
@@ -70,16 +70,6 @@ PREDICTORS: dict[str, Callable[..., Predictor]] = {
 """Predictors by name."""
 
 
-def make_predictor(name: str, **settings: Any) -> Predictor:
-    """Make a predictor, not yet fitted.
-
-    Args:
-        name: One of `PREDICTORS`.
-        settings: Arguments of its class.
-    """
-    return PREDICTORS[name](**settings)
-
-
 def fitted(
     activations: Activations, embedding: str | None, name: str, **settings: Any
 ) -> Callable[[Indexes], Array]:
@@ -88,11 +78,11 @@ def fitted(
     Args:
         activations: The recordings.
         embedding: Key of their embeddings; None or one that they lack: zeros.
-        name: As `make_predictor`.
-        settings: As `make_predictor`.
+        name: One of `PREDICTORS`.
+        settings: Arguments of its class.
     """
     train, shares, task = activations.rows("train"), activations.frequencies(), activations.task
     vectors = activations.embeddings.get(embedding or "", np.zeros((len(shares), 1)))
-    predictor = make_predictor(name, **settings)
+    predictor = PREDICTORS[name](**settings)
     predictor.fit(vectors[train], shares[train], tasks=task[train])
     return lambda prompts: predictor.predict(vectors[prompts], task=task[prompts])

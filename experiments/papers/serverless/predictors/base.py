@@ -42,7 +42,7 @@ class Predictor(ABC):
     """Predicts a prompt's expert activations from its embedding."""
 
     name: str = ""
-    """Name in `make_predictor`."""
+    """Name in `predictors.PREDICTORS`."""
 
     _shape: tuple[int, int] = (0, 0)
 

@@ -9,7 +9,7 @@ from servegym.envs.workloads.build.arrivals import fit_mmpp
 
 @pytest.mark.slow
 def test_maximum_likelihood_finds_the_process_that_was_drawn():
-    true = MMPPArrivals(1.0, 8.0, 0.25, 60.0)
+    true = MMPPArrivals(8.0, 0.25, 60.0)
     times = true.sample(6_000, np.random.default_rng(4), 1.0)
     gaps = np.diff(times)
     found = fit_mmpp(gaps / gaps.mean())

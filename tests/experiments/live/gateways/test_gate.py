@@ -221,9 +221,11 @@ def played(bad, client=None, until=(5.0, 25.0), seconds=40.0):
     random = np.random.default_rng(0)
 
     def tell(ticket, how):
+        if how == "moved":
+            ticket.moved(3)
         if how is None or how in ("short", "begun"):
             ticket.token(1 if how else 200)
-        how = "broken" if how == "begun" else "finished" if how in (None, "short") else how
+        how = "broken" if how == "begun" else "finished" if how in (None, "short", "moved") else how
         ticket.refused(how) if isinstance(how, int) else ticket.end(how)
 
     for k in range(round(40 * seconds)):
@@ -249,6 +251,8 @@ BAD = {
     "500 to a fifth": lambda k: None if k % 5 else 500,
     "429": lambda k: 429,
     "breaks after a token": lambda k: "begun",
+    "breaks": lambda k: "broken",
+    "moved elsewhere": lambda k: "moved",
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from servegym.agents import sac_han, sac_rows
 from servegym.agents.lib.checkpoint import write_checkpoint
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.stats import paired_difference
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.routing import episodes as routing_episodes
@@ -17,8 +18,6 @@ from servegym.experiments.papers.routing import measuring as routing_measuring
 from servegym.experiments.papers.routing import workload as routing_workload
 from servegym.experiments.papers.routing.claims import RETRAINED
 from servegym.experiments.papers.routing.measuring import find_runs
-
-from ..tables import rows_of
 
 HET = "edge-6-heterogeneous"
 
@@ -89,17 +88,17 @@ def test_differences_to_the_heuristics_are_paired():
 
 def test_workload_figures(tmp_path):
     assert routing_workload.main(["--quick", "--out", str(tmp_path)]) == 0
-    rows = rows_of(tmp_path / "fig4_distributions.csv")
+    rows = read_rows(tmp_path / "fig4_distributions.csv")
     share = {}
     for row in rows:
         key = row["model"], row["quantity"]
-        share[key] = share.get(key, 0) + float(row["share"])
+        share[key] = share.get(key, 0) + row["share"]
     assert len(share) == 12 and all(v == pytest.approx(1, abs=1e-4) for v in share.values())
     for stem in ("fig4_distributions", "fig5_interference", "fig8_trace"):
         assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         record = read_record(tmp_path / f"{stem}.csv")
         assert record["quick"] and record["notes"]
-    assert {row["series"] for row in rows_of(tmp_path / "fig8_trace.csv")} == {
+    assert {row["series"] for row in read_rows(tmp_path / "fig8_trace.csv")} == {
         "burstgpt",
         "poisson",
     }
@@ -109,9 +108,9 @@ def test_workload_figures(tmp_path):
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
     assert routing_episodes.main(argv) == 0
-    for row in rows_of(tmp_path / "fig10_end_to_end.csv"):
-        parts = sum(float(row[part]) for part in routing_episodes.PARTS)
-        assert parts == pytest.approx(float(row["e2e_s"]), rel=1e-3)
+    for row in read_rows(tmp_path / "fig10_end_to_end.csv"):
+        parts = sum(row[part] for part in routing_episodes.PARTS)
+        assert parts == pytest.approx(row["e2e_s"], rel=1e-3)
     kwargs = {"profiles": HET, "rate": 8.0, "episode_requests": 200}
     found = routing_episodes.long_run("greedy_qos", kwargs, 2, window_s=5.0)
     weight = found["requests"]

@@ -6,13 +6,11 @@ import pytest
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.workloads.activations import make_toy_activations
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import costs as serverless_costs
-from servegym.experiments.papers.serverless import methods as serverless_methods
 from servegym.experiments.papers.serverless.billing import BILLS, TREM_S, recorded_request
-from servegym.experiments.papers.serverless.methods import Setting, measure
-
-from ..tables import rows_of as table_of
+from servegym.experiments.papers.serverless.costs import Setting, measure
 
 TOY = Setting("toy", n_in=20, n_out=12)
 
@@ -20,7 +18,7 @@ TOY = Setting("toy", n_in=20, n_out=12)
 @pytest.fixture
 def toy(monkeypatch):
     activations = make_toy_activations(prompts=40)
-    monkeypatch.setattr(serverless_methods, "load_activations", lambda name: activations)
+    monkeypatch.setattr(serverless_costs, "load_activations", lambda name: activations)
     monkeypatch.setattr(serverless_costs, "MODELS", ("toy",))
     monkeypatch.setattr(serverless_costs, "SYNTHETIC", "toy")
     return activations
@@ -66,12 +64,12 @@ def test_each_figure_by_its_command(name, stem, toy, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{stem}.{e}" for e in ("csv", "png", "json")
     }
-    rows = table_of(tmp_path / f"{stem}.csv")
-    assert {row["method"] for row in rows} == set(serverless_methods.METHODS)
+    rows = read_rows(tmp_path / f"{stem}.csv")
+    assert {row["method"] for row in rows} == set(serverless_costs.METHODS)
     for row in rows:
         if row["method"] == "mix":
-            assert float(row["over_mix"]) == 1.0
-        assert float(row["over_mix_low"]) <= float(row["over_mix"]) <= float(row["over_mix_high"])
+            assert row["over_mix"] == 1.0
+        assert row["over_mix_low"] <= row["over_mix"] <= row["over_mix_high"]
     record = read_record(tmp_path / f"{stem}.csv")
     assert record["quick"] and record["notes"] and f"--figure {name}" in record["command"]
 

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from servegym.experiments.papers.serverless.predictors import (
-    js_divergence,
-)
+from servegym.experiments.papers.serverless.predictors import js_divergence
 from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
     BruteForce,

@@ -3,10 +3,9 @@
 import pytest
 
 from servegym.envs.workloads.activations import make_toy_activations
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import theorems as serverless_theorems
-
-from ..tables import rows_of
 
 
 def of(rows, statement, form):
@@ -28,13 +27,13 @@ def test_the_command_writes_every_statement(tmp_path, monkeypatch):
     monkeypatch.setattr(serverless_theorems, "load_activations", lambda name: toy)
     monkeypatch.setattr(serverless_theorems, "TOKENS", (4,))
     assert serverless_theorems.main(["--quick", "--out", str(tmp_path)]) == 0
-    rows = rows_of(tmp_path / "theorems.csv")
+    rows = read_rows(tmp_path / "theorems.csv")
     statements = {"theorem 1", "theorem 4", "corollary 1", "conformal"}
     assert {row["statement"] for row in rows} == statements
     for row in rows:
-        assert 0 <= float(row["low"]) <= float(row["holds"]) <= float(row["high"]) <= 1
-    whole = [row for row in of(rows, "corollary 1", "corrected") if row["b"] == "1.0"]
-    assert whole and all(float(row["largest_ratio"]) == pytest.approx(1.0) for row in whole)
+        assert 0 <= row["low"] <= row["holds"] <= row["high"] <= 1
+    whole = [row for row in of(rows, "corollary 1", "corrected") if row["b"] == 1]
+    assert whole and all(row["largest_ratio"] == pytest.approx(1.0) for row in whole)
     record = read_record(tmp_path / "theorems.csv")
     assert record["quick"] and record["notes"]
     assert (tmp_path / "theorems.png").read_bytes().startswith(b"\x89PNG")

@@ -48,7 +48,6 @@ def test_a_smoke_run_writes_a_table_and_makes_no_training_twice(tmp_path, monkey
     texts = " ".join(one["text"] for one in record["notes"])
     assert record["quick"] is True and record["settings"]["agent"] == "ppo"
     assert "of 2 trainings" in texts and "with shuffled rewards" in texts
-    assert (tmp_path / "learning_ppo.png").stat().st_size > 1000
 
     monkeypatch.setattr(ppo, "train", lambda args: pytest.fail("trained again"))
     assert learning_curves.main(words) == 0

@@ -1,1 +1,0 @@
-"""Placement: questions of our own."""

@@ -1,1 +1,0 @@
-"""Prefix routing: questions of our own."""

@@ -1,1 +1,0 @@
-"""Serverless partitioning: questions of our own."""
