@@ -6,7 +6,8 @@ docstrings `table`, and readers of the arrays `places`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,15 +20,20 @@ class Column(NamedTuple):
 
     Attributes:
         name: Its name.
-        high: Its largest value; the kernel clips what is beyond its bounds.
+        high: Its largest value; the kernel clips what is beyond its bounds. Words name sizes of the
+            system, of which it is the product.
         text: What it says, and its unit.
         low: Its least value.
+        mean: What the kernel takes off,
+        spread: and divides by then.
     """
 
     name: str
-    high: float
+    high: float | str
     text: str
     low: float = 0.0
+    mean: float = 0.0
+    spread: float = 1.0
 
 
 def seen(columns: Sequence[Column]) -> np.dtype:
@@ -40,14 +46,29 @@ def places(columns: Sequence[Column]) -> dict[str, int]:
     return {column.name: k for k, column in enumerate(columns)}
 
 
-def bounds(columns: Sequence[Column]) -> np.ndarray:
-    """Least and largest value of each column: float32 (2, K)."""
-    return np.array([(column.low, column.high) for column in columns], np.float32).T.copy()
+def bounds(columns: Sequence[Column], **sizes: float) -> np.ndarray:
+    """Least and largest value of each column, as the kernel scales it: float32 (2, K).
+
+    ``sizes`` are those that `Column.high` names.
+    """
+    low = np.array([column.low for column in columns])
+    high = np.array([_largest(column.high, sizes) for column in columns])
+    means = np.array([column.mean for column in columns])
+    spreads = np.array([column.spread for column in columns])
+    return ((np.stack([low, high]) - means) / spreads).astype(np.float32)
+
+
+def _largest(high: float | str, sizes: Mapping[str, float]) -> float:
+    return math.prod(sizes[name] for name in high.split()) if isinstance(high, str) else high
 
 
 def table(columns: Sequence[Column]) -> str:
     """The lines of a Markdown table of the columns."""
-    rows = ["| Column | Name | From | To | Meaning |", "|---|---|---|---|---|"]
-    for k, (name, high, text, low) in enumerate(columns):
-        rows.append(f"| {k} | `{name}` | {low:,g} | {high:,.9g} | {text} |")
-    return "\n".join(rows)
+    scaled = any(column.spread != 1.0 for column in columns)
+    heads = ["Column", "Name", "From", "To", *(["Mean", "Spread"] if scaled else []), "Meaning"]
+    rows = [heads, ["---"] * len(heads)]
+    for k, (name, high, text, low, mean, spread) in enumerate(columns):
+        moments = [f"{mean:g}", f"{spread:g}"] if scaled else []
+        most = high if isinstance(high, str) else f"{high:,.9g}"
+        rows.append([str(k), f"`{name}`", f"{low:,g}", most, *moments, text])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from servegym._files import write_columns
+from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.traces import read_requests
 from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import check_writable
@@ -30,9 +32,68 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-tokens", type=int, help="KV cache in tokens (default: the profile's)")
     add("--block-size", type=int, default=16, help="tokens in a KV block (%(default)s)")
     yes_or_no = argparse.BooleanOptionalAction
-    add("--prefix-caching", action=yes_or_no, default=False, help="keep freed blocks reusable")
-    add("--async-scheduling", action=yes_or_no, help="plan ahead (as the profile's engine)")
+    text = "preempted requests find their cached blocks, chunked_prefill only (%(default)s)"
+    add("--prefix-caching", action=yes_or_no, default=False, help=text)
+    text = "plan an iteration while one runs (default: as the profile's engine)"
+    add("--async-scheduling", action=yes_or_no, help=text)
     return parser
+
+
+def replayed(
+    arrival_s: Any,
+    prompt_tokens: Any,
+    output_tokens: Any,
+    *,
+    profile: Any,
+    scheduler: str = "chunked_prefill",
+    memory_policy: str = "paged",
+    prefix_caching: bool = False,
+    block_size: int = 16,
+    **engine: Any,
+) -> np.ndarray:
+    """`servegym.envs.llm_routing.replay`, and with a prefix cache prefix routing's engine.
+
+    Prompts share nothing: what a request finds again are its own blocks, after a preemption.
+
+    Raises:
+        ValueError: A bad argument, or a request that can never fit in the KV cache.
+    """
+    from servegym.envs.llm_routing import replay  # compiles, and files are quickly refused
+    from servegym.envs.llm_routing.trace_replay import check_requests, times_of
+    from servegym.envs.prefix_routing.replay import replay_prefix
+
+    columns = arrival_s, prompt_tokens, output_tokens
+    if prefix_caching and scheduler == "orca":
+        raise ValueError("prefix_caching=True needs scheduler='chunked_prefill', not 'orca'.")
+    # Without preemption, as with "reserve", there is nothing to find again.
+    if not prefix_caching or (scheduler, memory_policy) != ("chunked_prefill", "paged"):
+        engine |= {"scheduler": scheduler, "memory_policy": memory_policy}
+        return replay(*columns, profile=profile, block_size=block_size, **engine)
+    arrivals, prompts, outputs = check_requests(*columns)
+    requests = _unshared(arrivals, prompts, outputs, block_size)
+    return times_of(arrivals, outputs, replay_prefix(profile, requests, **engine))
+
+
+def _unshared(
+    arrivals: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, block_size: int
+) -> PrefixRequests:
+    """Requests for prefix routing's engine, every block of its own content."""
+    blocks = (prompts + outputs).astype(np.int64) // block_size
+    segments = np.stack([np.cumsum(blocks) - blocks, blocks], axis=1)[blocks > 0]
+    zeros = np.zeros(len(arrivals), np.int32)
+    return PrefixRequests(
+        arrival_s=arrivals,
+        parent=zeros - 1,
+        think_s=np.zeros(len(arrivals)),
+        prompt_tokens=prompts.astype(np.int32),
+        output_tokens=outputs.astype(np.int32),
+        session=zeros,
+        tenant=zeros,
+        turn=zeros,
+        first_segment=np.concatenate([[0], np.cumsum(blocks > 0)]),
+        segments=segments.astype(np.int32),
+        block_size=block_size,
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,10 +102,7 @@ def main(argv: Sequence[str]) -> None:
     requests, out = arguments.pop("requests"), arguments.pop("out")
     check_writable(out, (".csv",))
     columns = read_requests(requests, lambda _: REPLAYED).columns
-
-    from servegym.envs.llm_routing import replay  # compiles, and files are quickly refused
-
-    result = replay(*columns.values(), **arguments)
+    result = replayed(*columns.values(), **arguments)
     columns |= {name: result[name] for name in result.dtype.names or ()}
     lists = {name: np.asarray(values).tolist() for name, values in columns.items()}
     write_columns(out, lists, decimals=9)

@@ -24,6 +24,7 @@ from servegym._checks import real
 from servegym._jit import borrowed, inline, inner, jit
 from servegym.baselines.llm_routing.system import Library, Placed, RoutingSystem
 from servegym.baselines.protocol import Observation
+from servegym.envs.llm_routing.kernel.law import find_segment
 
 Floats = NDArray[np.float64]
 
@@ -144,13 +145,7 @@ class Requests(NamedTuple):
 @inner
 def interpolate(x, grid, values):
     """Piecewise linear interpolation at one point, end slopes beyond the grid."""
-    low, high = 0, grid.size - 2
-    while low < high:
-        middle = (low + high + 1) // 2
-        if grid[middle] <= x:
-            low = middle
-        else:
-            high = middle - 1
+    low = find_segment(grid, 0, grid.size, x)
     fraction = (x - grid[low]) / (grid[low + 1] - grid[low])
     return values[low] + fraction * (values[low + 1] - values[low])
 

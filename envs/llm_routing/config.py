@@ -17,7 +17,6 @@ from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import (
     DRAWN,
     MAX_EXPERTS,
-    MAX_LATENCY_REQUIREMENT_S,
     MAX_RUNNING,
     MAX_WAITING,
     SETTING,
@@ -87,7 +86,7 @@ class RoutingArguments(Arguments):
     requests_file: str | None = arg.other(None, "file of an episode's requests", _file)
     episode_requests: int | None = arg.whole(None, 1, "1000, or those of the file", high=10_000_000)
     latency_requirement_s: Range = arg.span(
-        0.030, "L in s per token, or a range", high=MAX_LATENCY_REQUIREMENT_S
+        0.030, "L in s per token, or a range", high=layout.MAX_LATENCY_REQUIREMENT_S
     )
     fleet: str | Mapping[str, Any] | None = arg.other(
         None, 'a fleet or deployment by name, `"random"`, or a setting'
@@ -101,7 +100,6 @@ class RoutingArguments(Arguments):
     scheduler: str = arg.choice("orca", SCHEDULERS, "what an iteration is made of")
     async_scheduling: bool = arg.switch(False, "iterations are planned one ahead")
     memory_policy: str = arg.choice("reserve", MEMORY_POLICIES, "or preemption")
-    prefix_caching: bool = arg.switch(False, "preempted requests find their blocks")
     block_size: int = arg.whole(16, 1, "tokens of a KV block", high=4096)
     running_capacity: int = arg.whole(5, 1, "R, requests that run", high=MAX_CAPACITY)
     waiting_capacity: int = arg.whole(5, 1, "W, requests that wait", high=MAX_CAPACITY)
@@ -308,12 +306,11 @@ def engine_config(arguments: RoutingArguments, running_capacity: int) -> np.ndar
     """
     cfg = np.zeros(1, dtype=layout.CONFIG)
     c, scheduler = cfg[0], arguments.scheduler
-    for name in ("prefix_caching", "async_scheduling"):
-        if getattr(arguments, name) and scheduler != "chunked_prefill":
-            raise ValueError(
-                f"{name}=True needs scheduler='chunked_prefill', not {scheduler!r}: an Orca "
-                "iteration covers whole prompts and is planned when the one before it has ended."
-            )
+    if arguments.async_scheduling and scheduler != "chunked_prefill":
+        raise ValueError(
+            f"async_scheduling=True needs scheduler='chunked_prefill', not {scheduler!r}: an Orca "
+            "iteration is planned when the one before it has ended."
+        )
     if scheduler == "chunked_prefill" and arguments.prefill_token_budget < running_capacity:
         raise ValueError(
             f"prefill_token_budget={arguments.prefill_token_budget} is below running_capacity="
@@ -326,8 +323,6 @@ def engine_config(arguments: RoutingArguments, running_capacity: int) -> np.ndar
     c["block_size"] = arguments.block_size
     c["blocks_per_token"] = 1.0 / arguments.block_size
     c["async_scheduling"] = arguments.async_scheduling
-    # Without preemption no request ever comes back to its blocks.
-    c["prefix_caching"] = arguments.prefix_caching and arguments.memory_policy == "paged"
     c["delay_s_per_token"] = 8.0 * arguments.bytes_per_token / arguments.bandwidth_bps
     c["router_delay_s"] = arguments.router_delay_s
     if arguments.failures is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,11 @@ from gymnasium import spaces
 from servegym._jit import compile_kernels
 from servegym.envs._arguments import Range, ends
 from servegym.envs._batch import Batch
+from servegym.envs._columns import Column, bounds
 from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import MEMORY_POLICIES, SCHEDULERS, Problem
-from servegym.envs.llm_routing.fleets import FLEET_FEATURES, MAX_LATENCY_REQUIREMENT_S
+from servegym.envs.llm_routing.fleets import FLEET_FEATURES
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.outcomes import outcomes_of
 from servegym.envs.workloads import make_arrivals
@@ -92,36 +94,36 @@ class RoutingState:
 
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
-    n, record = problem.num_experts, problem.arguments
-    cap_r, cap_w = record.running_capacity, record.waiting_capacity
-    view = int(problem.cfg["layout"][0])
+    n, arguments, cfg = problem.num_experts, problem.arguments, problem.cfg[0]
+    cap_r, cap_w = arguments.running_capacity, arguments.waiting_capacity
+    view, load = int(cfg["layout"]), len(layout.LOAD_HORIZONS)
     if view == layout.FLAT:
-        width = 1 + layout.LOAD_WIDTH + n * (6 + 6 * (cap_r + cap_w))
-        return spaces.Box(0.0, 1.0, (width,), np.float32)
+        expert = len(layout.REQUEST_COLUMNS) + len(layout.STATE_COLUMNS)
+        expert += len(layout.QUEUED_COLUMNS) * (cap_r + cap_w)
+        return spaces.Box(0.0, 1.0, (1 + layout.LOAD_WIDTH + n * expert,), np.float32)
     if view == layout.EXPERTS:
-        return spaces.Box(0.0, 1.0, (3 * n,), np.float32)
+        return spaces.Box(0.0, 1.0, (len(layout.STATE_COLUMNS) * n,), np.float32)
+    sizes = sizes_of(problem)
     if view == layout.SUMMARY:
-        low, high = summary_bounds(problem)
+        low, high = bounds(layout.SUMMARY_COLUMNS, **sizes)
+        # All columns are 0 for an expert that there is not.
+        low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
         return spaces.Box(np.tile(low, (n, 1)), np.tile(high, (n, 1)))
-    longest = float(problem.max_output_tokens)
-    request = np.array([layout.MAX_PROMPT_TOKENS, 1.0, longest], np.float32)
-    expert = np.array([1.0, cap_r, cap_r + cap_w], np.float32)
-    row = np.array(
-        [layout.MAX_PROMPT_TOKENS, 1.0, longest, 1.0, longest, layout.MAX_LATENCY_S_PER_TOKEN],
-        np.float32,
-    )
 
     def box(high: np.ndarray, *shape: int) -> spaces.Box:
         top = np.broadcast_to(high, shape).astype(np.float32)
         return spaces.Box(np.zeros(shape, np.float32), top, dtype=np.float32)
 
+    def columns(named: Sequence[Column], *shape: int) -> spaces.Box:
+        return box(bounds(named, **sizes)[1], *shape, len(named))
+
     boxes: tuple[spaces.Space, ...] = (
-        box(request, n, 3),
-        box(expert, n, 3),
-        box(row, n, cap_r, 6),
-        box(row, n, cap_w, 6),
-        box(np.array([MAX_LATENCY_REQUIREMENT_S]), 1),
-        box(np.array(load_bounds(problem)), len(layout.LOAD_HORIZONS), 3),
+        columns(layout.REQUEST_COLUMNS, n),
+        columns(layout.STATE_COLUMNS, n),
+        columns(layout.QUEUED_COLUMNS, n, cap_r),
+        columns(layout.QUEUED_COLUMNS, n, cap_w),
+        box(np.array([layout.MAX_LATENCY_REQUIREMENT_S]), 1),
+        columns(layout.LOAD_COLUMNS, load),
         spaces.Box(0, 1, (n, cap_r), np.int8),
         spaces.Box(0, 1, (n, cap_w), np.int8),
     )
@@ -131,38 +133,15 @@ def observation_space(problem: Problem) -> spaces.Space:
     return spaces.Dict(named)
 
 
-def load_bounds(problem: Problem) -> list[float]:
-    """Upper bounds of the means of the load: gap (s), prompt and predicted output tokens."""
-    return [layout.MAX_GAP_S, layout.MAX_PROMPT_TOKENS, float(problem.max_output_tokens)]
-
-
-def summary_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper bounds of the columns `layout.SUMMARY_FEATURES`, float32 (F,) each."""
+def sizes_of(problem: Problem) -> dict[str, float]:
+    """The sizes that the columns of `layout` have as bounds."""
     cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
-    tokens = prompt + longest
-    second = layout.MAX_LATENCY_S_PER_TOKEN
-    capacity = max(p.kv_capacity_tokens for p in problem.profiles)
+    kv = max(p.kv_capacity_tokens for p in problem.profiles)
     if problem.fleets is not None:
-        capacity = problem.fleets.largest_features()[3]
-    request = [1.0, layout.MAX_PROMPT_TOKENS, 1.0, longest, MAX_LATENCY_REQUIREMENT_S]
-    expert = [1.0, cap_r, cap_r + cap_w, cap_r, cap_w, capacity, *[second] * 5]
-    running = [longest, tokens, tokens, longest, 1.0, 1.0, 1.0, longest / cap_r, *[1.0] * 5]
-    waiting = [tokens, longest, 1.0, 1.0]
-    bounds = [
-        *request,
-        *expert,
-        *(cap_r * x for x in running),
-        second,
-        *((cap_r + cap_w) * x for x in waiting),
-        layout.MAX_WAIT_S,
-        *load_bounds(problem) * len(layout.LOAD_HORIZONS),
-    ]
-    # All columns are 0 for an expert that there is not.
-    low, high = (
-        (x - layout.SUMMARY_MEANS) / layout.SUMMARY_SPREADS for x in (0.0, np.array(bounds))
-    )
-    return np.minimum(low, 0.0).astype(np.float32), np.maximum(high, 0.0).astype(np.float32)
+        kv = problem.fleets.largest_features()[3]
+    sizes = {"R": cap_r, "W": cap_w, "held": cap_r + cap_w, "kv": kv}
+    return sizes | {"longest": longest, "tokens": prompt + longest}
 
 
 class RoutingBatch(Batch):
@@ -202,8 +181,7 @@ class RoutingBatch(Batch):
         space = observation_space(problem)
         self.observation: Any
         if isinstance(space, spaces.Dict):
-            load = (len(layout.LOAD_HORIZONS), 3)
-            shapes = [(n, 3), (n, 3), (n, cap_r, 6), (n, cap_w, 6), (1,), load]
+            shapes = [space[name].shape or () for name in OBSERVATION_KEYS[:6]]
             masks = [(n, cap_r), (n, cap_w), (n + 1,)]
         else:
             shapes = [space.shape or ()]
@@ -222,7 +200,10 @@ class RoutingBatch(Batch):
         self.terms = REWARD_TERMS[int(c["reward"])]
         tables = layout.Tables(self.config, problem.law, self.table)
         systems = self._systems(self.env, self.expert, self.slot, self.queue, self.log)
-        buffers = layout.Buffers(self._obs, self._masks, self.out)
+        summary = np.zeros((num_rows, 0), dtype=layout.SEEN)
+        if int(c["layout"]) == layout.SUMMARY:
+            summary = self._obs.view(layout.SEEN).reshape(num_rows, n)
+        buffers = layout.Buffers(self._obs, summary, self._masks, self.out)
         self._arguments = tables, systems, buffers
         which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
@@ -295,8 +276,6 @@ class RoutingBatch(Batch):
         c["waiting_capacity"] = setting["waiting_capacity"]
         c["scheduler"] = SCHEDULERS[setting["scheduler"]]
         c["memory_policy"] = MEMORY_POLICIES[setting["memory_policy"]]
-        caching = shared["prefix_caching"] and c["scheduler"] == layout.CHUNKED
-        c["prefix_caching"] = caching and c["memory_policy"] == layout.PAGED
         c["async_scheduling"] = shared["async_scheduling"] and c["scheduler"] == layout.CHUNKED
         c["token_budget"] = setting["prefill_token_budget"]
         expert["capacity"][:count] = np.array(setting["kv_capacity_tokens"]) // int(c["block_size"])

@@ -36,15 +36,28 @@ class LLMRoutingEnv(BatchEnv[Problem, RoutingBatch]):
 
     A `Dict` of float32 arrays, clipped at the bounds; R is `running_capacity`, W `waiting_capacity`.
 
-    - `request` (N, 3): prompt tokens [0, 8192], predicted score [0, 1] and length [0,
-      max_output_tokens]
-    - `experts` (N, 3): KV memory in use [0, 1], requests running [0, R] and waiting [0, R + W]
-    - `running` (N, R, 6), by admission: prompt tokens, predicted score and length, share of the memory
-      [0, 1], tokens and s per token [0, 10] so far
-    - `waiting` (N, W, 6): the same
+    - `request` (N, 3): the request, as each expert would serve it
+    - `experts` (N, 3): the experts
+    - `running` (N, R, 6), by admission, and `waiting` (N, W, 6): the requests at each
     - `running_mask`, `waiting_mask` (N, R), (N, W): int8, 1 for a request
     - `latency_requirement` (1,): L, s per token [0, 1]
-    - `load` (3, 3): over 8, 32, 128 requests: mean gap [0, 60] s, prompt and predicted output tokens
+    - `load` (3, 3): means over 8, 32, 128 requests
+
+    `request`; `longest` is `max_output_tokens`:
+
+    {request}
+
+    `experts`; `held` is R + W:
+
+    {experts}
+
+    `running` and `waiting`:
+
+    {queued}
+
+    `load`:
+
+    {load}
 
     ## Rewards
 
@@ -91,6 +104,12 @@ class LLMRoutingEnv(BatchEnv[Problem, RoutingBatch]):
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
     view = layout.GRAPH
     arguments = RoutingArguments
+    columns = {
+        "request": layout.REQUEST_COLUMNS,
+        "experts": layout.STATE_COLUMNS,
+        "queued": layout.QUEUED_COLUMNS,
+        "load": layout.LOAD_COLUMNS,
+    }
     problem_of = staticmethod(problem_of)
     make_batch = RoutingBatch
     make_observation_space = staticmethod(observation_space)
@@ -154,25 +173,12 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
 
     ## Observation Space
 
-    A float32 `Box` of shape (N, 44), with `fleet="random"` (16, 44): a row an expert, standardised by
-    constants. L is the latency per token that is allowed; times are in s. `layout.SUMMARY_FEATURES`
-    names the columns:
+    A float32 `Box` of shape (N, 44), with `fleet="random"` (16, 44): a row an expert. A column is a
+    value less its mean, over its spread. L is the latency per token that is allowed; R and W are
+    `running_capacity` and `waiting_capacity`, `held` is R + W, `longest` `max_output_tokens`, `tokens`
+    the longest prompt and that, `kv` the largest KV memory.
 
-    - 0: 1 if the expert exists
-    - 1 to 4: prompt tokens, predicted score and length of the request; L
-    - 5 to 7: share of the KV memory in use, requests running and waiting
-    - 8 to 10: most requests running and waiting, KV tokens
-    - 11, 12: k1 and k2 of Eq. 13 and 14
-    - 13 to 15: a decode iteration of one, one more than run, most sequences of 256 tokens
-    - 16 to 19: running, sums: tokens emitted, held, still to prefill, left as predicted
-    - 20 to 22: those with at most 16, 17 to 64, 65 to 128 tokens left
-    - 23, 24: fewest tokens left, sum of predicted scores
-    - 25, 26: those above L so far; beyond what L allows for the predicted length
-    - 27, 28: others that can afford less than column 14 a token; their predicted scores
-    - 29: least that one in time can afford a token (10: none)
-    - 30 to 33: waiting: tokens to prefill, tokens left, predicted scores, requests as in 26
-    - 34: longest wait
-    - 35 to 43: mean gap, prompt and predicted tokens over 8, 32, 128 requests
+    {summary}
 
     ## Rewards
 
@@ -203,3 +209,4 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     """
 
     view = layout.SUMMARY
+    columns = {"summary": layout.SUMMARY_COLUMNS}

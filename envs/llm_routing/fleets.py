@@ -16,14 +16,13 @@ import numpy as np
 
 from servegym._checks import choose, mapping, nearest, one_or_pair, real, whole
 from servegym.envs._arguments import ends
+from servegym.envs.llm_routing.kernel.layout import MAX_LATENCY_REQUIREMENT_S
 from servegym.envs.workloads import Catalog, make_arrivals
 from servegym.hardware_profiles import Profile, list_fleets, list_profiles, load, load_fleet
 from servegym.hardware_profiles.fleet import served_models
 
 MAX_EXPERTS, MAX_RUNNING, MAX_WAITING = 16, 64, 64
 """Sizes that observations of drawn fleets are padded to."""
-
-MAX_LATENCY_REQUIREMENT_S = 1.0
 
 PREDICTORS = ("confusion", "learned", "mean")
 

@@ -193,9 +193,10 @@ class LLMRoutingParallelEnv(BatchParallelEnv[Problem, RoutingBatch], ParallelEnv
         obs = obs.copy()
         if int(self.problem.cfg["layout"][0]) == layout.FLAT:
             of_experts = obs[1 + layout.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
-            of_experts[:, :3] = 0.0
+            of_experts[:, : len(layout.REQUEST_COLUMNS)] = 0.0
         elif int(self.problem.cfg["layout"][0]) == layout.SUMMARY:
-            obs[:, 1:4] = (-layout.SUMMARY_MEANS / layout.SUMMARY_SPREADS)[1:4]
+            columns = [layout.OF_SUMMARY[column.name] for column in layout.REQUEST_COLUMNS]
+            obs[:, columns] = (-layout.SUMMARY_MEANS / layout.SUMMARY_SPREADS)[columns]
         return obs
 
     def _observations(self) -> dict[str, Any]:

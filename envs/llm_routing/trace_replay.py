@@ -60,10 +60,14 @@ def _column(
     return array
 
 
-def _requests(
+def check_requests(
     arrival_s: Any, prompt_tokens: Any, output_tokens: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The requests as float64 ``(J,)`` columns, checked."""
+    """The requests as float64 ``(J,)`` columns.
+
+    Raises:
+        ValueError: naming the column, the request and what is allowed.
+    """
     arrivals = _column("arrival_s", arrival_s, 0.0, high=LATEST_S)
     prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
     outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
@@ -127,7 +131,6 @@ class ReplayArguments(Arguments):
     max_num_batched_tokens: int = arg.whole(2048, 1, "most tokens in one, with Orca in one prefill")
     kv_tokens: int | None = arg.whole(None, 1, "room in the KV cache; by default the profile's")
     block_size: int = arg.whole(16, 1, "tokens in a KV block", high=4096)
-    prefix_caching: bool = arg.switch(False, "preempted requests find what is left of their blocks")
     async_scheduling: bool | None = arg.switch(None, "iterations are planned one ahead; see above")
     memory_policy: str = arg.choice("paged", MEMORY_POLICIES, "or room for the longest answer")
 
@@ -143,11 +146,11 @@ def _serve(
     arguments: ReplayArguments,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Check the requests, run the engine: arrivals, output lengths, log, timeline at ``times``."""
-    arrivals, prompts, outputs = _requests(arrival_s, prompt_tokens, output_tokens)
+    arrivals, prompts, outputs = check_requests(arrival_s, prompt_tokens, output_tokens)
     count, running_capacity = len(arrivals), arguments.max_num_seqs
     expert = arguments.profile
     expert = expert if isinstance(expert, Profile) else load(expert)
-    same = ("scheduler", "memory_policy", "prefix_caching", "block_size")
+    same = ("scheduler", "memory_policy", "block_size")
     engine = {name: getattr(arguments, name) for name in same}
     ahead = arguments.async_scheduling
     if ahead is None:
@@ -207,6 +210,11 @@ def replay(arrival_s: Any, prompt_tokens: Any, output_tokens: Any, **arguments: 
     replica = ReplayArguments.fill(arguments)
     requests = arrival_s, prompt_tokens, output_tokens
     arrivals, outputs, log, _ = _serve(*requests, np.empty(0), replica)
+    return times_of(arrivals, outputs, log)
+
+
+def times_of(arrivals: np.ndarray, outputs: np.ndarray, log: np.ndarray) -> np.ndarray:
+    """`REPLAY` of requests, from a log of their admissions, first tokens and ends."""
     result = np.empty(len(log), dtype=REPLAY)
     result["finish_s"] = log["finish_s"]
     result["ttft_s"] = log["first_token_s"] - arrivals

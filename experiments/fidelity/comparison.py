@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.experiments.fidelity.measured_run import MeasuredRun
+from servegym.experiments.replay import replayed
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.host import plans_ahead, with_engine, without_api
 from servegym.hardware_profiles.schema import KINDS
@@ -101,15 +102,13 @@ def check_devices(run: MeasuredRun, profile: Profile) -> None:
 
 
 def simulate(run: MeasuredRun, profile: Profile, **changes: Any) -> np.ndarray:
-    """Replay the run: ``(J,)`` structured array of ``servegym.envs.llm_routing.replay``.
+    """Replay the run: ``(J,)`` structured array of `replayed`.
 
     Times are on the engine's clock, as those of a run. ``changes`` are arguments of the replay that
     differ from the run's engine.
     """
-    from servegym.envs.llm_routing import replay
-
     settings = {**run.engine, "profile": without_api(profile), **changes}
-    return replay(run.arrival_s, run.prompt_tokens, run.output_tokens, **settings)
+    return replayed(run.arrival_s, run.prompt_tokens, run.output_tokens, **settings)
 
 
 def errors(
@@ -210,9 +209,27 @@ def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any)
         over all blocks). Requests that have not arrived yet do not wait.
     """
     from servegym.envs.llm_routing import replay_timeline
+    from servegym.envs.llm_routing.trace_replay import TIMELINE
+    from servegym.envs.prefix_routing.live import LiveEngine
 
-    requests, settings = (run.arrival_s, run.prompt_tokens, run.output_tokens), run.engine | changes
-    return replay_timeline(*requests, times_s, profile=without_api(profile), **settings)
+    card, settings = without_api(profile), run.engine | changes
+    requests = run.arrival_s, run.prompt_tokens, run.output_tokens
+    caching = settings.pop("prefix_caching", False)
+    if not caching:
+        return replay_timeline(*requests, times_s, profile=card, **settings)
+    engine = LiveEngine(card, max_requests=len(run.arrival_s), **settings)
+    course, sent, token = np.empty(len(times_s), dtype=TIMELINE), 0, 0
+    for k, now in enumerate(times_s):
+        while sent < len(run.arrival_s) and run.arrival_s[sent] <= now:
+            arrival, prompt, output = (float(column[sent]) for column in requests)
+            content = np.arange(token, token + int(prompt + output))  # nobody else's
+            # Who arrives at the moment is there when an iteration begins then.
+            engine.work(np.nextafter(arrival, -np.inf))
+            engine.submit(arrival, content[: int(prompt)], content[int(prompt) :])
+            sent, token = sent + 1, token + len(content)
+        engine.work(now)
+        course[k] = now, engine.running, engine.waiting, engine.kv_usage
+    return course
 
 
 def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:

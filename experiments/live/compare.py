@@ -447,11 +447,12 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("fleet", nargs="?", type=Path, help="FLEET.toml (two llama.cpp servers, a core each)")
     add("--quick", action="store_true", help="a smoke run of about a minute")
-    for name, value in Plan().values().items():
-        several = isinstance(value, tuple)
-        shown = ",".join(map(str, value)) if several else value
+    for flag in ("--policies", "--loads", "--repetitions", "--requests", "--sweep"):
+        one = Plan.described()[flag[2:]]
+        several = isinstance(one.default, tuple)
+        shown = ",".join(map(str, one.default)) if several else one.default
         parse: Any = (lambda text: text.split(",")) if several else int
-        add(f"--{name}", help=f"{Plan.described()[name].text} ({shown})", type=parse)
+        add(flag, help=f"{one.text} ({shown})", type=parse)
     add("--folder", type=Path, default=Path("servegym-compare"), help="logs, records, tables")
     options = parser.parse_args(arguments)
     asked = {name: getattr(options, name) for name in Plan.described()}

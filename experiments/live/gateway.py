@@ -419,8 +419,7 @@ class GatewayRouter:
     def warm(self) -> None:
         """Compile what the policy needs before the first request; nothing of it is counted."""
         with self._lock:
-            state = ("_worker", "counters", "_load", "_arrivals", "_last_arrival")
-            before = {name: getattr(self, name) for name in state}
+            before = self._worker, self.counters, self._load, self._arrivals, self._last_arrival
             self._worker, self.counters = None, Counters()
             names = [f"warm {k}" for k in range(30)]
             for name in names:
@@ -428,8 +427,7 @@ class GatewayRouter:
             for name in names:
                 self._requests.pop(name, None)
             self.policy.reset(1, seed=0)
-            for name, value in before.items():
-                setattr(self, name, value)
+            self._worker, self.counters, self._load, self._arrivals, self._last_arrival = before
 
     def close(self) -> None:
         """End the thread that runs the policy."""

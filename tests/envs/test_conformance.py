@@ -64,7 +64,7 @@ KINDS = {
         "orca": ROUTING | {"penalty": "literal"},
         "orca-paged": ROUTING | PAGED | {"reward": "completed_qos"},
         "chunked": ROUTING | CHUNKED | {"reward": "paid_forward", "async_scheduling": True},
-        "caching": ROUTING | CHUNKED | PAGED | {"prefix_caching": True},
+        "chunked-paged": ROUTING | CHUNKED | PAGED,
         "failing": ROUTING | {"failures": OUTAGES, "waiting_capacity": 2},
         "drawn": {"fleet": "random", "episode_requests": 25},
     },

@@ -181,6 +181,19 @@ def test_replay(tmp_path):
     assert (tmp_path / "same.csv").read_text() == out.read_text()
 
 
+def test_replay_with_a_prefix_cache_computes_less_after_a_preemption(tmp_path):
+    requests, out = tmp_path / "requests.csv", tmp_path / "out.csv"
+    requests.write_text("arrival_s,prompt_tokens,output_tokens\n" + "0.0,300,300\n" * 6)
+    finish = []
+    for option in ("--no-prefix-caching", "--prefix-caching"):
+        words = "replay --profile rtx4090-llama-3.1-8b --kv-tokens 2048 --requests", requests
+        assert run(*words, "--out", out, option).exit_code == 0
+        rows = list(csv.DictReader(out.open()))
+        assert sum(int(row["preemptions"]) for row in rows) > 0
+        finish.append(max(float(row["finish_s"]) for row in rows))
+    assert finish[1] < finish[0]
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -281,7 +281,6 @@ ROUTING: dict[str, Any] = {
         ),
         called=("pool=", "table="),
     ),
-    "prefix_caching": {"needs": {**CHUNKED, "memory_policy": "paged"}},
     "async_scheduling": {"needs": CHUNKED},
     "running_capacity": {"most": 64},
     "waiting_capacity": {"most": 64},

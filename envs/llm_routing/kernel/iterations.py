@@ -35,11 +35,8 @@ from servegym.envs.llm_routing.kernel.queues import (
     begin_decoding,
     clear_expert,
     complete_decoding,
-    evict,
     leave,
     make_room,
-    reuse_cached_blocks,
-    settle,
     take_chunk,
     vacate,
 )
@@ -102,7 +99,7 @@ def _complete(config, env, queues, expert, slot, now):
         env.step_late += request.score
     # make_room may have taken the blocks of one that waited for this plan.
     if request.chunk != HAS_LEFT:
-        leave(config, queues, expert, request, slot, 0)
+        leave(config, queues, expert, request, slot)
     vacate(queues, expert, slot)
 
 
@@ -193,14 +190,10 @@ def _admit(config, queues, expert, now, planned, tokens):
             break
         admit_head(queues, expert, request, now)
         expert.reserved += longest
-        # Prompts here share nothing: all that can be found again is its own.
-        if config.prefix_caching and request.preemptions > 0:
-            reuse_cached_blocks(config, expert, request)
         request.chunk = need - request.computed
         if chunked:
             request.chunk = min(request.chunk, budget - tokens)
         take_chunk(config, expert, request)
-        evict(config, expert)
         tokens += request.chunk
     return tokens
 
@@ -234,9 +227,6 @@ def _start_decodes(config, law, queues, expert, now, until, preempted, planned, 
         elif preempted > 0 or left > 0 or head.available > planned:
             limit = 0  # whether it joins is decided at the next boundary
     _run_decodes(law, expert, limit, now, until, before)
-    if config.prefix_caching:
-        settle(config, queues, expert)
-        evict(config, expert)
 
 
 @inline

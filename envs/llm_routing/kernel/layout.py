@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym._jit import inline, record
+from servegym.envs._columns import Column, places, seen
 from servegym.envs.llm_routing.kernel.law import Law
 
 ORCA, CHUNKED = 0, 1  # config.scheduler
@@ -31,68 +32,104 @@ MAX_PROMPT_TOKENS = 8192.0
 MAX_LATENCY_S_PER_TOKEN = 10.0
 MAX_WAIT_S = 3600.0
 MAX_GAP_S = 60.0
+MAX_LATENCY_REQUIREMENT_S = 1.0
 
 LOAD_HORIZONS = (8, 32, 128)  # requests
-LOAD_WIDTH = 3 * len(LOAD_HORIZONS)
 
-# Columns of the layout SUMMARY, for each expert: a value in the unit that is named, less the first
-# number, over the second. These are its mean and its standard deviation, to two digits, over six
-# experts of the default fleet that a random router serves at 4 to 11 requests/s; wider for columns
-# that vary more from fleet to fleet. The arrived request, as the expert would serve it:
-_SUMMARY = {
-    "exists": (0.0, 1.0),  # 1; 0 in all columns where the fleet has no such expert
-    "prompt_tokens": (35.0, 43.0),
-    "predicted_score": (0.67, 0.11),
-    "predicted_tokens": (190.0, 100.0),
-    "latency_requirement_s": (0.03, 0.01),  # L, s/token
+# Columns of the observations. Sizes are R and W, `held` (R + W), `longest` (answer), `tokens` (of
+# the longest prompt and answer) and `kv` (tokens of the largest KV memory).
+REQUEST_COLUMNS = (
+    Column("prompt_tokens", MAX_PROMPT_TOKENS, "tokens of the prompt"),
+    Column("predicted_score", 1.0, "predicted score of the answer"),
+    Column("predicted_tokens", "longest", "predicted tokens of the answer"),
+)
+"""The request to route, as an expert would serve it."""
+
+STATE_COLUMNS = (
+    Column("memory", 1.0, "share of the KV memory in use"),
+    Column("running", "R", "requests that run"),
+    Column("waiting", "held", "requests that wait"),
+)
+"""An expert."""
+
+QUEUED_COLUMNS = (
+    *REQUEST_COLUMNS,
+    Column("memory", 1.0, "share of the KV memory that it takes"),
+    Column("emitted_tokens", "longest", "tokens so far"),
+    Column("latency_s_per_token", MAX_LATENCY_S_PER_TOKEN, "s per token so far"),
+)
+"""A request at an expert, Eq. 6."""
+
+LOAD_COLUMNS = (
+    Column("gap_s", MAX_GAP_S, "s between arrivals"),
+    Column("mean_prompt", MAX_PROMPT_TOKENS, "tokens of the prompt"),
+    Column("mean_predicted", "longest", "predicted tokens, mean of the experts"),
+)
+"""Means over the last requests, for each of `LOAD_HORIZONS`, see `note_arrival`."""
+LOAD_WIDTH = len(LOAD_COLUMNS) * len(LOAD_HORIZONS)
+
+# Name, mean, spread, largest value, meaning. Means and spreads (standard deviations) are, to two
+# digits, those over six experts of the default fleet that a random router serves at 4 to 11
+# requests/s; wider for columns that vary more from fleet to fleet.
+_SECONDS = MAX_LATENCY_S_PER_TOKEN
+_SUMMARY = (
+    ("exists", 0.0, 1.0, 1.0, "1; 0 in all columns where the fleet has no such expert"),
+    # The request to route, as the expert would serve it.
+    ("prompt_tokens", 35.0, 43.0, MAX_PROMPT_TOKENS, "tokens of the request's prompt"),
+    ("predicted_score", 0.67, 0.11, 1.0, "predicted score of its answer"),
+    ("predicted_tokens", 190.0, 100.0, "longest", "predicted tokens of its answer"),
+    ("latency_requirement_s", 0.03, 0.01, MAX_LATENCY_REQUIREMENT_S, "L, s per token"),
     # The expert.
-    "memory": (0.027, 0.039),  # share of the KV memory in use
-    "running": (3.6, 1.7),  # requests
-    "waiting": (1.4, 1.8),  # requests
-    "running_capacity": (5.0, 5.0),  # R
-    "waiting_capacity": (5.0, 5.0),  # W
-    "kv_capacity_tokens": (1.5e5, 1.8e5),
-    "prefill_s_per_token": (8.8e-05, 4.2e-05),  # k1 of Eq. 13
-    "decode_s_per_context_token": (1.9e-07, 5.7e-08),  # k2 of Eq. 14
-    "lone_decode_s": (0.02, 0.0054),  # a decode iteration of one sequence, of 256 tokens
-    "next_decode_s": (0.021, 0.0057),  # of one more than run now, R at most
-    "full_decode_s": (0.021, 0.0057),  # of R
+    ("memory", 0.027, 0.039, 1.0, "share of the KV memory in use"),
+    ("running", 3.6, 1.7, "R", "requests that run"),
+    ("waiting", 1.4, 1.8, "held", "requests that wait"),
+    ("running_capacity", 5.0, 5.0, "R", "R"),
+    ("waiting_capacity", 5.0, 5.0, "W", "W"),
+    ("kv_capacity_tokens", 1.5e5, 1.8e5, "kv", "tokens of its KV memory"),
+    ("prefill_s_per_token", 8.8e-05, 4.2e-05, _SECONDS, "k1 of Eq. 13"),
+    ("decode_s_per_context_token", 1.9e-07, 5.7e-08, _SECONDS, "k2 of Eq. 14"),
+    ("lone_decode_s", 0.02, 0.0054, _SECONDS, "decode iteration of one sequence of 256 tokens"),
+    ("next_decode_s", 0.021, 0.0057, _SECONDS, "of one sequence more than run, R at most"),
+    ("full_decode_s", 0.021, 0.0057, _SECONDS, "of R sequences"),
     # Its running requests.
-    "emitted_tokens": (430.0, 280.0),  # sum
-    "context_tokens": (560.0, 340.0),  # prompts and tokens emitted, sum
-    "prefill_tokens": (0.93, 10.0),  # not computed yet of the prefills under way, sum
-    "tokens_left": (420.0, 260.0),  # predicted, at least one each, sum
-    "left_16": (0.56, 0.74),  # requests with at most 16 tokens left
-    "left_64": (0.74, 0.85),  # with 17 to 64
-    "left_128": (0.82, 0.88),  # with 65 to 128
-    "next_finish_tokens": (40.0, 56.0),  # fewest tokens left, 0 if none runs
-    "scores": (2.5, 1.2),  # predicted, sum
-    "behind": (1.7, 2.0),  # requests whose latency per token so far is above L
-    "late": (0.62, 1.2),  # requests that have spent what L allows for their predicted length
-    "tight": (0.6, 1.1),  # others that can afford less than next_decode_s for each token left
-    "tight_scores": (0.41, 0.75),  # predicted, of those
-    "least_slack_s": (0.76, 2.6),  # that one that is not late can afford for a token left, s
+    ("emitted_tokens", 430.0, 280.0, "R longest", "running: tokens emitted, sum"),
+    ("context_tokens", 560.0, 340.0, "R tokens", "prompts and tokens emitted, sum"),
+    ("prefill_tokens", 0.93, 10.0, "R tokens", "tokens that prefills under way leave, sum"),
+    ("tokens_left", 420.0, 260.0, "R longest", "predicted tokens left, at least one each, sum"),
+    ("left_16", 0.56, 0.74, "R", "requests with at most 16 tokens left"),
+    ("left_64", 0.74, 0.85, "R", "with 17 to 64"),
+    ("left_128", 0.82, 0.88, "R", "with 65 to 128"),
+    ("next_finish_tokens", 40.0, 56.0, "longest", "fewest tokens left, 0 if none runs"),
+    ("scores", 2.5, 1.2, "R", "predicted scores, sum"),
+    ("behind", 1.7, 2.0, "R", "requests whose latency per token so far is above L"),
+    ("late", 0.62, 1.2, "R", "that have spent what L allows for their predicted length"),
+    ("tight", 0.6, 1.1, "R", "others that can afford less than `next_decode_s` a token left"),
+    ("tight_scores", 0.41, 0.75, "R", "predicted scores of those, sum"),
+    ("least_slack_s", 0.76, 2.6, _SECONDS, "least s a token left that one not late can afford"),
     # Its waiting requests.
-    "waiting_prefill_tokens": (50.0, 85.0),  # prompts, and tokens emitted before a preemption, sum
-    "waiting_tokens_left": (270.0, 390.0),
-    "waiting_scores": (0.92, 1.2),
-    "waiting_late": (0.21, 0.54),
-    "longest_wait_s": (1.1, 1.7),  # since the arrival at the router
-    # The load, the same for every expert: means over the last requests, see `note_arrival`.
-    "gap_s_8": (0.13, 0.05),
-    "mean_prompt_8": (35.0, 35.0),
-    "mean_predicted_8": (190.0, 100.0),
-    "gap_s_32": (0.13, 0.05),
-    "mean_prompt_32": (35.0, 35.0),
-    "mean_predicted_32": (190.0, 100.0),
-    "gap_s_128": (0.13, 0.05),
-    "mean_prompt_128": (35.0, 35.0),
-    "mean_predicted_128": (190.0, 100.0),
-}
-SUMMARY_FEATURES = tuple(_SUMMARY)
-SUMMARY_MEANS = np.array([mean for mean, _ in _SUMMARY.values()])
-SUMMARY_SPREADS = np.array([spread for _, spread in _SUMMARY.values()])
-SUMMARY_WIDTH = len(SUMMARY_FEATURES)
+    ("waiting_prefill_tokens", 50.0, 85.0, "held tokens", "waiting: tokens to prefill, sum"),
+    ("waiting_tokens_left", 270.0, 390.0, "held longest", "predicted tokens left, sum"),
+    ("waiting_scores", 0.92, 1.2, "held", "predicted scores, sum"),
+    ("waiting_late", 0.21, 0.54, "held", "requests that are late as above"),
+    ("longest_wait_s", 1.1, 1.7, MAX_WAIT_S, "longest wait since an arrival at the router, s"),
+    # The load, the same for every expert.
+    *(
+        (f"{name}_{horizon}", mean, spread, high, f"{text}, mean of {horizon} requests")
+        for horizon in LOAD_HORIZONS
+        for (name, high, text, *_), mean, spread in zip(
+            LOAD_COLUMNS, (0.13, 35.0, 190.0), (0.05, 35.0, 100.0), strict=True
+        )
+    ),
+)
+SUMMARY_COLUMNS = tuple(
+    Column(name, high, text, 0.0, mean, spread) for name, mean, spread, high, text in _SUMMARY
+)
+"""An expert in the layout SUMMARY."""
+
+SEEN, OF_SUMMARY = seen(SUMMARY_COLUMNS), places(SUMMARY_COLUMNS)
+SUMMARY_MEANS = np.array([column.mean for column in SUMMARY_COLUMNS])
+SUMMARY_SPREADS = np.array([column.spread for column in SUMMARY_COLUMNS])
+SUMMARY_WIDTH = len(SUMMARY_COLUMNS)
 SUMMARY_CONTEXT = 256.0  # tokens
 
 
@@ -107,7 +144,6 @@ CONFIG = record(
     ("max_waiting", "i8"),
     ("scheduler", "i8"),  # ORCA or CHUNKED
     ("memory_policy", "i8"),  # RESERVE or PAGED
-    ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks
     ("async_scheduling", "i8"),  # 1: an iteration is planned while the one before it runs
     ("token_budget", "i8"),  # tokens of an iteration, at most
     ("block_size", "i8"),  # tokens of a KV block
@@ -190,9 +226,6 @@ EXPERT = record(
     ("vacant", "i8"),  # the first slot without a request
     ("admissions", "i8"),  # so far
     ("reserved", "i8"),  # blocks for the longest answers of the running requests
-    # Prefix caching: ends of the queue of cached free blocks.
-    ("free_head", "i8"),
-    ("free_tail", "i8"),
     # Rows of the observation that are not zero.
     ("written_running", "i8"),
     ("written_waiting", "i8"),
@@ -229,9 +262,6 @@ SLOT = record(
     ("first", "f8"),  # s, first token; NaN before
     ("chunk", "i4"),  # tokens of its prefill in this iteration
     ("computed", "i4"),  # tokens whose prefill is done
-    # Prefix caching: where its blocks lie among the cached free ones.
-    ("segment", "i8"),
-    ("segment_blocks", "i4"),
     ("preemptions", "i4"),
 )
 """A request at an expert."""
@@ -318,11 +348,14 @@ class Buffers(NamedTuple):
         observation: float32, sections with a leading axis of B. `GRAPH`: request (N, 3), experts
             (N, 3), running (N, R, 6), waiting (N, W, 6), latency requirement (1,) and load (3, 3);
             `FLAT`: (10 + N (6 + 6 R + 6 W),); `EXPERTS`: (3 N,); `SUMMARY`: (N, 44).
+        summary: ``(B, N)`` `SEEN`, the memory of `SUMMARY` by the names of its columns; ``(B, 0)``
+            with another layout.
         masks: int8, sections with a leading axis of B: with `GRAPH` running (N, R) and waiting
             (N, W), then the action mask (N + 1,).
         reward: float64 ``(B, 3)``: the two terms of the reward and whether the episode has ended.
     """
 
     observation: np.ndarray
+    summary: np.ndarray
     masks: np.ndarray
     reward: np.ndarray

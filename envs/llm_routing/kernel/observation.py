@@ -16,15 +16,20 @@ from servegym.envs.llm_routing.kernel.layout import (
     EXPERTS,
     FLAT,
     GRAPH,
+    LOAD_COLUMNS,
     LOAD_HORIZONS,
     LOAD_WIDTH,
     MAX_GAP_S,
     MAX_LATENCY_S_PER_TOKEN,
     MAX_PROMPT_TOKENS,
     MAX_WAIT_S,
+    OF_SUMMARY,
     PREDICTED_OUTPUT,
     PREDICTED_SCORE,
     PROMPT,
+    QUEUED_COLUMNS,
+    REQUEST_COLUMNS,
+    STATE_COLUMNS,
     SUMMARY,
     SUMMARY_CONTEXT,
     SUMMARY_MEANS,
@@ -47,10 +52,13 @@ LATENCY_LOG = 1.0 / math.log1p(MAX_LATENCY_S_PER_TOKEN / LATENCY_SCALE)
 GAP_LOG = 1.0 / math.log1p(MAX_GAP_S / LATENCY_SCALE)
 LOAD_WEIGHTS = 1.0 / np.array(LOAD_HORIZONS)
 
-# Features of a request of Eq. 6, of the arrived one and of an expert.
-REQUEST_WIDTH = 6
-ARRIVED_WIDTH = 3
-STATE_WIDTH = 3
+REQUEST_WIDTH = len(QUEUED_COLUMNS)
+ARRIVED_WIDTH = len(REQUEST_COLUMNS)
+STATE_WIDTH = len(STATE_COLUMNS)
+LOAD_MEANS = len(LOAD_COLUMNS)
+# Where the columns that all layouts share stand in a row of SUMMARY.
+ARRIVED_AT = OF_SUMMARY["prompt_tokens"]
+LOAD_AT = OF_SUMMARY["gap_s_8"]
 
 
 @inner
@@ -124,9 +132,10 @@ def _write_load(env, catalog_row, obs, start):
         _fill(obs, start, LOAD_WIDTH, 0)
         return
     for k in range(len(LOAD_WEIGHTS)):
-        obs[start + 3 * k] = min(env.gap[k], MAX_GAP_S)
-        obs[start + 3 * k + 1] = min(env.prompt[k], MAX_PROMPT_TOKENS)
-        obs[start + 3 * k + 2] = env.length[k]
+        first = start + LOAD_MEANS * k
+        obs[first] = min(env.gap[k], MAX_GAP_S)
+        obs[first + 1] = min(env.prompt[k], MAX_PROMPT_TOKENS)
+        obs[first + 2] = env.length[k]
 
 
 @inline
@@ -192,39 +201,42 @@ def outlook(config, law, systems, row):
 
 @inner
 def _observe_summary(config, tables, systems, out, row, catalog_row):
-    """Layout SUMMARY: the columns `SUMMARY_FEATURES` of each expert, standardised."""
+    """Layout SUMMARY: the columns `SUMMARY_COLUMNS` of each expert, standardised."""
     env = systems.env[row]
     total = 0.0
     for n in range(config.num_experts):
         expert = systems.expert[row, n]
         memory = _memory_in_use(config, systems.queues, expert)
         total += memory
-        obs = out.observation
+        obs, shown = out.observation, out.summary[row, n]
         start = (row * config.max_experts + n) * SUMMARY_WIDTH
-        obs[start] = 1.0
-        _write_arrived(tables.requests, expert.model, catalog_row, obs, start + 1)
-        obs[start + 4] = env.latency_requirement
-        obs[start + 5] = memory
-        obs[start + 6] = expert.running
-        obs[start + 7] = expert.waiting
-        obs[start + 8] = config.running_capacity
-        obs[start + 9] = config.waiting_capacity
-        obs[start + 10] = expert.capacity * config.block_size
-        obs[start + 11], obs[start + 12] = estimator_slopes(tables.law, expert)
+        shown.exists = 1.0
+        _write_arrived(tables.requests, expert.model, catalog_row, obs, start + ARRIVED_AT)
+        shown.latency_requirement_s = env.latency_requirement
+        shown.memory = memory
+        shown.running = expert.running
+        shown.waiting = expert.waiting
+        shown.running_capacity = config.running_capacity
+        shown.waiting_capacity = config.waiting_capacity
+        shown.kv_capacity_tokens = expert.capacity * config.block_size
+        k1, k2 = estimator_slopes(tables.law, expert)
+        shown.prefill_s_per_token = k1
+        shown.decode_s_per_context_token = k2
         pace = _next_decode_s(config, tables.law, expert)
-        obs[start + 13] = decode_s(tables.law, expert, 1, SUMMARY_CONTEXT)
-        obs[start + 14] = pace
-        obs[start + 15] = decode_s(tables.law, expert, config.running_capacity, SUMMARY_CONTEXT)
-        _summarize_running(systems.queues, expert, env, pace, obs, start + 16)
-        _summarize_waiting(systems.queues, expert, env, obs, start + 30)
-        _write_load(env, catalog_row, obs, start + 35)
+        most = config.running_capacity
+        shown.lone_decode_s = decode_s(tables.law, expert, 1, SUMMARY_CONTEXT)
+        shown.next_decode_s = pace
+        shown.full_decode_s = decode_s(tables.law, expert, most, SUMMARY_CONTEXT)
+        _summarize_running(systems.queues, expert, env, pace, shown)
+        _summarize_waiting(systems.queues, expert, env, shown)
+        _write_load(env, catalog_row, obs, start + LOAD_AT)
         for k in range(SUMMARY_WIDTH):
             obs[start + k] = (obs[start + k] - SUMMARY_MEANS[k]) / SUMMARY_SPREADS[k]
     return total / config.num_experts
 
 
 @inline
-def _summarize_running(queues, expert, env, pace, obs, start):
+def _summarize_running(queues, expert, env, pace, shown):
     emitted, context, prefill, tokens, fewest = 0, 0, 0, 0.0, 0.0
     few, some, many, behind, late, tight = 0, 0, 0, 0, 0, 0
     scores, tight_scores, least = 0.0, 0.0, MAX_LATENCY_S_PER_TOKEN
@@ -254,24 +266,24 @@ def _summarize_running(queues, expert, env, pace, obs, start):
             if slack < pace:
                 tight += 1
                 tight_scores += request.predicted_score
-    obs[start] = emitted
-    obs[start + 1] = context
-    obs[start + 2] = prefill
-    obs[start + 3] = tokens
-    obs[start + 4] = few
-    obs[start + 5] = some
-    obs[start + 6] = many
-    obs[start + 7] = fewest
-    obs[start + 8] = scores
-    obs[start + 9] = behind
-    obs[start + 10] = late
-    obs[start + 11] = tight
-    obs[start + 12] = tight_scores
-    obs[start + 13] = least
+    shown.emitted_tokens = emitted
+    shown.context_tokens = context
+    shown.prefill_tokens = prefill
+    shown.tokens_left = tokens
+    shown.left_16 = few
+    shown.left_64 = some
+    shown.left_128 = many
+    shown.next_finish_tokens = fewest
+    shown.scores = scores
+    shown.behind = behind
+    shown.late = late
+    shown.tight = tight
+    shown.tight_scores = tight_scores
+    shown.least_slack_s = least
 
 
 @inline
-def _summarize_waiting(queues, expert, env, obs, start):
+def _summarize_waiting(queues, expert, env, shown):
     prefill, tokens, scores, late, longest = 0, 0.0, 0.0, 0, 0.0
     slot = expert.head
     while slot >= 0:
@@ -283,11 +295,11 @@ def _summarize_waiting(queues, expert, env, obs, start):
         scores += request.predicted_score
         late += _slack_s(env, request, request.generated, length) <= 0.0
         longest = max(longest, env.now - request.arrived)
-    obs[start] = prefill
-    obs[start + 1] = tokens
-    obs[start + 2] = scores
-    obs[start + 3] = late
-    obs[start + 4] = min(longest, MAX_WAIT_S)
+    shown.waiting_prefill_tokens = prefill
+    shown.waiting_tokens_left = tokens
+    shown.waiting_scores = scores
+    shown.waiting_late = late
+    shown.longest_wait_s = min(longest, MAX_WAIT_S)
 
 
 @inline
@@ -336,7 +348,7 @@ def _observe_flat(config, tables, systems, out, row, catalog_row):
     first = row * (1 + LOAD_WIDTH + config.max_experts * width)
     obs[first] = env.latency_requirement
     _write_load(env, catalog_row, obs, first + 1)
-    for start in range(first + 1, first + 1 + LOAD_WIDTH, 3):
+    for start in range(first + 1, first + 1 + LOAD_WIDTH, LOAD_MEANS):
         obs[start] = math.log1p(obs[start] / LATENCY_SCALE) * GAP_LOG
         obs[start + 1] = math.log1p(obs[start + 1] / PROMPT_SCALE) * PROMPT_LOG
         obs[start + 2] /= config.max_output_tokens

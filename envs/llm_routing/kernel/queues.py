@@ -1,8 +1,7 @@
 """The requests at an expert: where they stand, and the KV blocks that they take.
 
-Blocks are counted, not named. With prefix caching a preempted request finds again what is left of
-its own: free blocks without content are taken first, then cached ones, least recently freed first;
-a request's are freed from the last one on, so that what is left is a prefix.
+Blocks are counted, not named: nothing is cached, and a preempted request begins anew. The engine
+with a prefix cache is that of `servegym.envs.prefix_routing`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def vacate(queues, expert, slot):
 def clear_expert(config, queues, expert):
     """An idle expert with empty queues."""
     clear_scheduler(expert)
-    expert.reserved = expert.settled = expert.free_head = expert.free_tail = 0
+    expert.reserved = expert.settled = 0
     expert.free = expert.capacity
     expert.vacant = expert.leaving = -1
     for slot in range(config.slots - 1, -1, -1):
@@ -79,7 +78,7 @@ def put(config, queues, expert, index, arrived, prompt, output):
     request.output = output
     request.score = request.predicted_score = request.predicted_output = 0.0
     request.generated = request.origin = request.computed = request.chunk = request.decoding = 0
-    request.segment = request.segment_blocks = request.preemptions = 0
+    request.preemptions = 0
     request.admitted = request.first = np.nan
     enqueue(queues, expert, request, slot)
     return request
@@ -134,29 +133,10 @@ def begin_decoding(config, queues, expert, request, slot):
 
 
 @inline
-def evict(config, expert):
-    """After blocks were taken: the cached ones are at most as many as are free."""
-    if config.prefix_caching:
-        expert.free_head = max(expert.free_head, expert.free_tail - expert.free)
-
-
-@inline
 def take_chunk(config, expert, request):
     """Blocks for the chunk of a prefill beyond those of what is computed; none if it is new."""
     blocks = blocks_of(config, request.computed + request.chunk)
     expert.free -= blocks - blocks_of(config, request.computed)
-
-
-@inline
-def reuse_cached_blocks(config, expert, request):
-    """Prefix caching: a preempted request that is admitted finds what is left of its blocks."""
-    gone = min(max(expert.free_head - request.segment, 0), request.segment_blocks)
-    cached = request.segment_blocks - gone
-    # What was preempted before waits behind it, so none of its blocks lie behind this one's.
-    expert.free_tail -= cached
-    expert.free -= cached
-    request.computed = cached * config.block_size
-    request.segment_blocks = 0
 
 
 @inline
@@ -169,20 +149,8 @@ def _end_decoding(config, queues, expert, request):
 
 
 @inline
-def _unknown_tokens(config, expert, request):
-    """Computed tokens of a running request that were not known when their iteration was planned.
-
-    With asynchronous scheduling that is the last one, unless a chunk of its prefill ended there.
-    """
-    if request.decoding == 0 or not config.async_scheduling:
-        return 0
-    return 1 if request.computed + 1 < scheduled_tokens(expert, request) else 0
-
-
-@inline
 def complete_decoding(config, queues, expert, request):
     """A request has its last token, which takes no block, and stays in the running list."""
-    request.segment_blocks = _unknown_tokens(config, expert, request)
     _end_decoding(config, queues, expert, request)
     blocks = blocks_of(config, request.computed + 1)
     request.chunk = 0
@@ -191,20 +159,13 @@ def complete_decoding(config, queues, expert, request):
 
 
 @inline
-def leave(config, queues, expert, request, slot, unknown):
-    """A request leaves the running list, and its blocks are free.
-
-    The last ``unknown`` of its computed tokens fill no block that is found again.
-    """
+def leave(config, queues, expert, request, slot):
+    """A request leaves the running list, and its blocks are free."""
     if request.decoding:
         _end_decoding(config, queues, expert, request)
     leave_running(queues, expert, slot)
     expert.free += blocks_of(config, request.computed + request.chunk)
     expert.reserved -= blocks_of(config, request.prompt + config.max_output_tokens)
-    if config.prefix_caching:
-        request.segment = expert.free_tail
-        request.segment_blocks = full_blocks(config, request.computed - unknown)
-        expert.free_tail += request.segment_blocks
 
 
 @inline
@@ -224,16 +185,14 @@ def make_room(config, queues, expert):
     while expert.free < 0:
         slot = expert.newest
         request = request_of(queues, expert, slot)
-        if request.decoding == 0 and request.generated == request.output:
+        completed = request.decoding == 0 and request.generated == request.output
+        leave(config, queues, expert, request, slot)
+        if completed:
             # It has completed while this iteration was planned, and gives back its blocks alone.
-            leave(config, queues, expert, request, slot, request.segment_blocks)
             request.preemptions += 1
             request.chunk = HAS_LEFT
         else:
-            unknown = _unknown_tokens(config, expert, request)
-            leave(config, queues, expert, request, slot, unknown)
             requeue(queues, expert, request, slot)
     if expert.running < before:
         find_next_finish(queues, expert)
-    evict(config, expert)
     return before - expert.running

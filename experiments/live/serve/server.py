@@ -45,6 +45,7 @@ HEADERS_S = 30.0
 SWEEP_S = 1.0
 NAMED = "X-Servegym-Server"
 _OPTIONS = ("kv_tokens", "block_size", "async_scheduling")
+_SHUT = ("refuse", "crash")  # kinds of failures in which the port is closed
 _KEPT = 512  # requests that ended, for the page
 
 
@@ -419,12 +420,8 @@ class SimulatedServer:
                 f"server {self.spec.name!r}: port {self.spec.port} of {self.spec.host} cannot be "
                 f"used: {error.strerror or error}"
             ) from None
-        self._tasks = [
-            asyncio.create_task(self.fail(one))
-            for one in self.faults
-            if one.kind in ("refuse", "crash")
-        ]
-        self._tasks.append(asyncio.create_task(self._sweep()))
+        shut = [self.fail(one) for one in self.faults if one.kind in _SHUT]
+        self._tasks = [asyncio.create_task(one) for one in (*shut, self._sweep())]
 
     @web.middleware
     async def _around(
@@ -468,7 +465,7 @@ class SimulatedServer:
             await asyncio.sleep(max(0.0, (fault.end_s - self.now) / self.speed))
             # Another failure may keep it shut.
             now = self.now
-            if not any(one.kind in ("refuse", "crash") and one.at(now) for one in self.faults):
+            if not any(one.kind in _SHUT and one.at(now) for one in self.faults):
                 await self._listen()
 
     def _crash(self) -> None:

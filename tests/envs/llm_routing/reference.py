@@ -1,7 +1,7 @@
 """Slow, literal reference of the LLM routing engine: one iteration at a time, plain Python.
 
 It exists to be compared with the fast kernel, so it shares no code with it and takes no
-shortcut: every decode iteration is its own step, every KV block is its own object. Seconds and
+shortcut: every decode iteration is its own step, every request counts its KV blocks. Seconds and
 tokens throughout; equation numbers are those of the QoS-aware routing paper.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -205,7 +205,6 @@ class ReferenceConfig:
     experts: tuple[ExpertConfig, ...]
     scheduler: str = "orca"
     memory_policy: str = "reserve"
-    prefix_caching: bool = False
     async_scheduling: bool = False
     running_capacity: int = 5
     waiting_capacity: int | None = 5
@@ -274,16 +273,6 @@ class RequestLog:
         return 0.0
 
 
-class Block:
-    """One KV block. `owner` and `index` name the content it still holds while it is free."""
-
-    __slots__ = ("owner", "index")
-
-    def __init__(self) -> None:
-        self.owner: int | None = None
-        self.index = -1
-
-
 @dataclass(eq=False)
 class Request:
     """A request inside an expert."""
@@ -298,12 +287,10 @@ class Request:
     predicted_length: float = 0.0
     generated: int = 0  # g, tokens emitted so far
     computed: int = 0  # tokens whose KV exists
-    known: int = 0  # tokens that were known when the next iteration was planned
-    cached: int = 0  # tokens whose full blocks can be found again
     target: int = 0  # computed tokens at which the current prefill is complete
     preempted: bool = False  # waits after a preemption
     preemptions: int = 0
-    blocks: list[Block] = field(default_factory=list)
+    blocks: int = 0  # KV blocks that it holds
     admitted: float = NAN
     first_token: float = NAN
     finish: float = NAN
@@ -336,7 +323,7 @@ class ReferenceExpert:
         self.k1 = expert.k1
         self.k2 = expert.k2
         self.capacity_blocks = expert.kv_capacity_tokens // config.block_size
-        self.free: list[Block] = [Block() for _ in range(self.capacity_blocks)]
+        self.free = self.capacity_blocks
         self.scheduled: dict[int, int] = {}  # tokens of each running request in this iteration
         self.running: list[Request] = []  # in order of the latest admission
         self.waiting: list[Request] = []  # head first
@@ -409,7 +396,7 @@ class ReferenceExpert:
         """All requests here, or on their way here, are lost, and so is the KV memory."""
         self.lost += self.running + self.waiting
         self.running, self.waiting, self.iteration = [], [], None
-        self.free = [Block() for _ in range(self.capacity_blocks)]
+        self.free = self.capacity_blocks
         self.down = True
 
     def _boundaries(self, until: float) -> list[Request]:
@@ -461,8 +448,6 @@ class ReferenceExpert:
 
     def _end_iteration(self, now: float) -> list[Request]:
         """Tokens are emitted; who has its last one, and is still in the running list."""
-        for request in self.running + self.waiting:
-            request.known = request.prompt + request.generated
         if self.iteration is None:
             return []
         emitting: list[Request] = []
@@ -481,9 +466,6 @@ class ReferenceExpert:
         finished = [request for request in self.running if request.generated == request.output]
         for request in finished:
             request.finish = now
-        if not self.config.async_scheduling:
-            for request in emitting:
-                request.known = request.prompt + request.generated
         return finished
 
     def _let_leave(self, finished: list[Request]) -> None:
@@ -491,54 +473,27 @@ class ReferenceExpert:
         for request in finished:
             if request in self.running:
                 self.running.remove(request)
-                request.cached = request.computed
                 self._free_blocks(request)
 
     # -- memory ------------------------------------------------------------------------------
 
     def allocated_blocks(self) -> int:
         """Blocks of the running requests."""
-        return sum(len(r.blocks) for r in self.running)
+        return sum(r.blocks for r in self.running)
 
     def _allocate(self, request: Request, tokens: int) -> bool:
         """Blocks for the first `tokens` tokens of `request`, if there are as many."""
-        need = self.blocks_for(tokens) - len(request.blocks)
-        if need > len(self.free):
+        need = max(self.blocks_for(tokens) - request.blocks, 0)
+        if need > self.free:
             return False
-        for _ in range(need):
-            block = self.free.pop(0)
-            block.owner, block.index = None, -1
-            request.blocks.append(block)
+        self.free -= need
+        request.blocks += need
         return True
 
     def _free_blocks(self, request: Request) -> None:
-        """Free the blocks of `request`, the last first: full ones at the tail, else at the head."""
-        for index in reversed(range(len(request.blocks))):
-            block = request.blocks[index]
-            full = (index + 1) * self.config.block_size <= request.cached
-            if self.config.prefix_caching and full:
-                block.owner, block.index = request.request, index
-                self.free.append(block)
-            else:
-                block.owner, block.index = None, -1
-                self.free.insert(0, block)
-        request.blocks = []
-
-    def _take_cached_blocks(self, request: Request) -> int:
-        """Take the leading full blocks of `request` that survived in the free queue; tokens."""
-        size = self.config.block_size
-        tokens = 0
-        while tokens + size <= request.prompt + request.generated - 1:
-            index = len(request.blocks)
-            found = [b for b in self.free if b.owner == request.request and b.index == index]
-            if not found:
-                break
-            block = found[0]
-            self.free.remove(block)
-            block.owner, block.index = None, -1
-            request.blocks.append(block)
-            tokens += size
-        return tokens
+        """Free the blocks of `request`."""
+        self.free += request.blocks
+        request.blocks = 0
 
     def _preempt(self) -> Request:
         """The newest admitted goes back to the head of the queue, unless it has its last token."""
@@ -572,7 +527,6 @@ class ReferenceExpert:
                 if preempted[-1] is request:
                     break
             else:
-                request.cached = min(request.computed + tokens, request.known)
                 self.scheduled[request.request] = tokens
                 left -= tokens
                 place += 1
@@ -592,7 +546,7 @@ class ReferenceExpert:
             held = sum(self.blocks_for(r.prompt + cap) for r in self.running)
             own = self.blocks_for(request.prompt + cap)
         else:
-            held = self.capacity_blocks - len(self.free)
+            held = self.capacity_blocks - self.free
             own = self.blocks_for(request.prompt + request.generated)
         return held + own <= self.capacity_blocks
 
@@ -601,7 +555,7 @@ class ReferenceExpert:
         request = self.waiting.pop(0)
         request.preempted = False
         request.target = request.prompt + request.generated
-        request.computed = self._take_cached_blocks(request) if self.config.prefix_caching else 0
+        request.computed = 0
         if math.isnan(request.admitted):
             request.admitted = now
         self.running.append(request)
@@ -619,7 +573,6 @@ class ReferenceExpert:
                 break
             admitted.append(self._admit(now))
             assert self._allocate(admitted[-1], tokens)
-            admitted[-1].cached = tokens
             prefill_tokens += tokens
         if admitted:
             chunks = [(request, request.target, 0) for request in admitted]
@@ -640,7 +593,6 @@ class ReferenceExpert:
             request = self._admit(now)
             tokens = min(request.target - request.computed, left)
             assert self._allocate(request, request.computed + tokens)
-            request.cached = request.computed + tokens
             chunks.append((request, tokens, request.computed))
             left -= tokens
         if not decodes and not chunks:
@@ -723,7 +675,7 @@ class ReferenceSimulator:
             observation["request"][i, 0] = self.prompts[j]
             observation["request"][i, 1] = self.predicted_scores[j][i]
             observation["request"][i, 2] = self.predicted_lengths[j][i]
-            memory = sum(len(r.blocks) for r in expert.running) / expert.capacity_blocks
+            memory = expert.allocated_blocks() / expert.capacity_blocks
             observation["experts"][i, 0] = memory
             observation["experts"][i, 1] = len(expert.running)
             observation["experts"][i, 2] = len(expert.waiting)
@@ -768,7 +720,7 @@ class ReferenceSimulator:
             request.prompt,
             request.predicted_score,
             request.predicted_length,
-            len(request.blocks) / expert.capacity_blocks,
+            request.blocks / expert.capacity_blocks,
             request.generated,
             (time - request.arrival) / max(request.generated, 1),
         ]

@@ -22,7 +22,7 @@ ENGINES = [
     {"scheduler": "orca", "memory_policy": "reserve"},
     {"scheduler": "orca", "memory_policy": "paged"},
     {"scheduler": "chunked_prefill", "memory_policy": "reserve"},
-    {"scheduler": "chunked_prefill", "memory_policy": "paged", "prefix_caching": True},
+    {"scheduler": "chunked_prefill", "memory_policy": "paged"},
 ]
 OUTAGES = {"mean_time_to_failure_s": 2.0, "mean_time_to_repair_s": 1.0}
 FAILING = {"failures": OUTAGES}
@@ -221,7 +221,6 @@ BAD = [
     ({"num_experts": 13}, ["num_experts=13", "12 experts"]),
     ({"num_experts": 3, "profiles": [A100, A100]}, ["num_experts=3", "2 experts"]),
     ({"prefill_token_budget": 4, **CHUNKED}, ["prefill_token_budget=4", "running_capacity=5"]),
-    ({"prefix_caching": True}, ["prefix_caching=True", "chunked_prefill"]),
     ({"max_output_tokens": 100_000}, ["max_output_tokens=100000", "KV tokens"]),
 ]
 

@@ -94,7 +94,6 @@ def make_case(seed: int, requests: int = 40, **choices):
     n = int(pick("num_experts", [1, 2, 3]))
     scheduler = pick("scheduler", ["orca", "chunked_prefill"])
     memory_policy = pick("memory_policy", ["reserve", "paged"])
-    caching = bool(pick("prefix_caching", [False, True])) and scheduler == "chunked_prefill"
     ahead = bool(choices.get("async_scheduling", False))
     running, waiting = int(pick("running", [1, 2, 5])), int(pick("waiting", [1, 3, 5]))
     block = int(pick("block_size", [1, 3, 7, 16]))
@@ -128,7 +127,6 @@ def make_case(seed: int, requests: int = 40, **choices):
     engine = {
         "scheduler": scheduler,
         "memory_policy": memory_policy,
-        "prefix_caching": caching,
         "async_scheduling": ahead,
         "running_capacity": running,
         "prefill_token_budget": budget,
@@ -260,7 +258,6 @@ def run_case(seed: int, **choices) -> dict[str, float]:
     return {
         "preemptions": float(log["preemptions"].sum()),
         "several": sum(len(each.preempted) > 1 for each in history),
-        "reused": reused_prefixes(reference.experts),
         "running": max((len(each.decodes) + len(each.chunks) for each in history), default=0),
         "full": sum(
             each.blocks == expert.capacity_blocks
@@ -273,19 +270,6 @@ def run_case(seed: int, **choices) -> dict[str, float]:
     }
 
 
-def reused_prefixes(experts) -> int:
-    """How many preempted requests found cached blocks of theirs when they ran again."""
-    found = 0
-    for expert in experts:
-        gone = set()
-        for each in expert.history:
-            gone.update(each.preempted)
-            for request, _, context in each.chunks:
-                found += request in gone and context > 0
-                gone.discard(request)
-    return found
-
-
 @st.composite
 def under_pressure(draw, most):
     """Choices for a system with short prompts, long answers and less memory than slots.
@@ -293,12 +277,11 @@ def under_pressure(draw, most):
     Many requests run and take blocks at once, so that the newest often frees too little.
     """
     running = draw(st.sampled_from([8, 16, 80, most]))
-    scheduler, caching, memory_policy = draw(
+    scheduler, memory_policy = draw(
         st.sampled_from(
-            [("orca", False, "paged")] * 2
-            + [("chunked_prefill", False, "paged")] * 2
-            + [("chunked_prefill", True, "paged")] * 4
-            + [("chunked_prefill", False, "reserve")]
+            [("orca", "paged")] * 2
+            + [("chunked_prefill", "paged")] * 6
+            + [("chunked_prefill", "reserve")]
         )
     )
     share = draw(st.sampled_from([0.08, 0.14, 0.2]))  # of the slots that memory lasts for
@@ -307,7 +290,6 @@ def under_pressure(draw, most):
         "requests": 24 + running * 5 // 4,
         "num_experts": 1,
         "scheduler": scheduler,
-        "prefix_caching": caching,
         "memory_policy": memory_policy,
         "running": running,
         "waiting": draw(st.sampled_from([running // 2, running])),
@@ -336,7 +318,6 @@ def assert_equal_under_pressure(examples: int, most: int, ahead: bool, **options
     share = {name: np.mean([each[name] > 0 for each in seen]) for name in seen[0]}
     assert share["preemptions"] >= 0.5, share
     assert share["several"] >= 0.2, share
-    assert share["reused"] >= 0.05, share
     assert share["full"] >= 0.4, share
     assert share["rejected"] >= 0.5, share
     assert max(each["running"] for each in seen) > 64

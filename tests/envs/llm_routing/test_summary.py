@@ -10,7 +10,7 @@ import servegym  # noqa: F401 - registers the ids
 from servegym.envs.llm_routing.core import held
 from servegym.envs.llm_routing.kernel import layout
 
-COLUMN = {name: k for k, name in enumerate(layout.SUMMARY_FEATURES)}
+COLUMN = layout.OF_SUMMARY
 
 
 def expected(graph, n, seen):

@@ -27,17 +27,17 @@ HOST = {"step_s": 0.0, "sequence_s": 0.0, "token_s": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "caching", "ahead", "times"),
+    ("scheduler", "ahead", "times"),
     [
-        ("orca", False, False, {}),
-        ("chunked_prefill", False, False, {}),
-        ("chunked_prefill", True, False, API),
-        ("chunked_prefill", True, True, {}),
-        ("chunked_prefill", True, True, API),
+        ("orca", False, {}),
+        ("chunked_prefill", False, {}),
+        ("chunked_prefill", False, API),
+        ("chunked_prefill", True, {}),
+        ("chunked_prefill", True, API),
     ],
 )
 @pytest.mark.parametrize("memory_policy", ["reserve", "paged"])
-def test_equals_the_reference(scheduler, memory_policy, caching, ahead, times):
+def test_equals_the_reference(scheduler, memory_policy, ahead, times):
     profile = load("rtx4090-llama-3.1-8b").with_host(HOST | times)
     preempted = 0
     for seed in range(3):
@@ -46,7 +46,7 @@ def test_equals_the_reference(scheduler, memory_policy, caching, ahead, times):
         arrivals = np.cumsum(rng.exponential(0.05, count)) + rng.uniform(0, 0.01, count).cumsum()
         prompts, outputs = rng.integers(1, 700, count), rng.integers(1, 120, count)
         options = {"scheduler": scheduler, "memory_policy": memory_policy, "block_size": 16}
-        options |= {"prefix_caching": caching, "async_scheduling": ahead}
+        options |= {"async_scheduling": ahead}
         limits = {"kv_tokens": 4000, "max_num_seqs": 16, "max_num_batched_tokens": 512}
         mine = replay(arrivals, prompts, outputs, profile=profile, **limits, **options)
         theirs = replay_reference(
@@ -162,7 +162,7 @@ def test_decode_time_in_proportion_to_the_batch_is_processor_sharing():
         ({"arrival_s": [1.0, 0.5]}, "sort the requests"),
         ({"prompt_tokens": [1, 0]}, r"prompt_tokens\[1\]"),
         ({"kv_tokens": 64}, "request 0"),
-        ({"scheduler": "orca", "prefix_caching": True}, "prefix_caching"),
+        ({"scheduler": "orca", "async_scheduling": True}, "async_scheduling"),
     ],
 )
 def test_bad_input_is_refused(change, words):

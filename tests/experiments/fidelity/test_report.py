@@ -102,11 +102,12 @@ def test_errors_have_the_right_size_and_sign_and_the_first_requests_can_be_left_
     assert late["error_of_mean"] == pytest.approx(-0.2, rel=1e-5) and late["requests"] == 35
 
 
-def test_the_trajectory_agrees_with_the_replay(folder):
+@pytest.mark.parametrize("caching", [False, True])
+def test_the_trajectory_agrees_with_the_replay(folder, caching):
     """Between engine boundaries nothing moves, so counts follow from the requests' own times."""
     run = load_run(folder)
     # Memory for all: nothing is preempted, and every request runs from admission to finish.
-    changes = {"kv_tokens": 10**6, "max_num_seqs": 8, "prefix_caching": False}
+    changes = {"kv_tokens": 10**6, "max_num_seqs": 8, "prefix_caching": caching}
     result = comparison.simulate(run, load(PROFILE), **changes)
     admitted, finish = run.arrival_s + result["queue_s"], result["finish_s"]
     times = np.random.default_rng(1).uniform(0, finish.max() * 1.05, 60)
