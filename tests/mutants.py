@@ -78,10 +78,6 @@ CHANGES = {
     (ROUTING, "queues.py"): [
         # Preemption frees the oldest request's blocks.
         ("        slot = expert.newest\n", "        slot = expert.oldest\n", BINDS),
-        # A cached block stays although its memory is taken.
-        ("max(expert.free_head, expert.free_tail - expert.free)", "expert.free_head", BINDS),
-        # A cached block that was given to another request is found again.
-        ("free_head - request.segment, 0)", "free_head - request.segment - 1, 0)", BINDS),
         (">= config.waiting_capacity or expert.down != 0", ">= config.waiting_capacity", FAILING),
     ],
     (ROUTING, "iterations.py"): [
@@ -118,9 +114,7 @@ CHANGES = {
     ],
     (SERVERLESS, "service.py"): [
         # Some warm replicas spare all others the start.
-        ("fresh = max(fresh - function.replicas, 0)", "fresh = 0", PLAY),
-        ("invocations += times * calls\n", "invocations += times\n", PLAY),
-        ("slowest_s = max(slowest_s, span)", "slowest_s += span", PLAY),
+        ("max(planned.replicas - function.replicas, 0)", "0", PLAY),
         ("log.ttft_s > request", "log.ttft_s >= request", LIMIT),
         ("log.tpot_s > request", "log.tpot_s >= request", LIMIT),
     ],
@@ -130,6 +124,8 @@ CHANGES = {
         # Warm functions are billed a start, or cold ones none.
         ("if c.bill_cold_start:", "if not c.bill_cold_start:", PLAY),
         ("return remote, call_s + trem_s", "return remote, call_s", PLAY),
+        ("invoked = invoked + tokens[r] * calls", "invoked = invoked + tokens[r]", PLAY),
+        ("np.maximum(slowest_s, seconds)", "slowest_s + seconds", PLAY),
     ],
     (SERVERLESS, "routing.py"): [
         # Decoding begins with the prompt's tokens.
@@ -145,13 +141,9 @@ CHANGES = {
     ],
     (PLACEMENT, "caching.py"): [
         # Fetches of a GPU pass one another.
-        ("max(ready, gpu.channel_free) + c.fetch", "ready + c.fetch", CACHED),
+        ("max(now, gpu.channel_free) + c.fetch", "now + c.fetch", CACHED),
         # Of cached experts that are worth the same the last goes first.
         ("if found < 0 or worth < least", "if found < 0 or worth <= least", CACHED),
-    ],
-    (PLACEMENT, "host_memory.py"): [
-        # The host's memory gives up what was asked for last.
-        (".stamp < st.host[n, oldest]", ".stamp > st.host[n, oldest]", LOOK)
     ],
     (PLACEMENT, "migration.py"): [
         # The last copy of an expert is given up.

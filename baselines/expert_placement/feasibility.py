@@ -63,42 +63,6 @@ def check_instance(
     return f, room, home, cap
 
 
-def server_view(z: ArrayLike, gpu_server: ArrayLike, servers: int | None = None) -> Bools:
-    """Which experts a server holds on any of its GPUs: bool (N, L, E) of z (G, L, E).
-
-    Without ``servers`` N is the largest server + 1.
-    """
-    plan = np.asarray(z).astype(np.bool_)
-    home = np.asarray(gpu_server, dtype=np.int64)
-    view = np.zeros((int(home.max()) + 1 if servers is None else servers, *plan.shape[1:]), bool)
-    for g, n in enumerate(home):
-        view[n] |= plan[g]
-    return view
-
-
-def check_placement(z: ArrayLike, slots: ArrayLike) -> Bools:
-    """A placement z (G, L, E) as bool, if it keeps ``slots`` (G,) and covers all experts.
-
-    Raises:
-        ValueError: If a GPU holds more experts than it has slots or an expert is nowhere.
-    """
-    plan = np.asarray(z).astype(np.bool_)
-    room = np.asarray(slots)
-    if plan.ndim != 3 or plan.shape[0] != room.size:
-        raise ValueError(f"z must have shape ({room.size}, layers, experts), got {plan.shape}")
-    used = plan.sum(axis=(1, 2))
-    if (used > room).any():
-        g = int(np.argmax(used - room))
-        raise ValueError(f"z: GPU {g} holds {used[g]} experts in {room[g]} slots")
-    nowhere = ~plan.any(axis=0)
-    if nowhere.any():
-        layer, expert = np.argwhere(nowhere)[0]
-        raise ValueError(
-            f"z: {nowhere.sum()} experts are on no GPU, first expert {expert} of layer {layer}"
-        )
-    return plan
-
-
 def assign_gpus(
     resident: ArrayLike, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
 ) -> Bools:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servegym.baselines.expert_placement.feasibility import Bools, assign_gpus, server_view
+from servegym.baselines.expert_placement.feasibility import Bools, assign_gpus
 from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.kernel import link_queues as kernel
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
@@ -140,7 +140,7 @@ def best_start(
     def seconds(view: Bools) -> float:
         return _simulate(objective, system, model.counts, view)
 
-    views = [server_view(f(model.counts, c.slots, c.gpu_server), c.gpu_server) for f in HEURISTICS]
+    views = [c.server_view(f(model.counts, c.slots, c.gpu_server)) for f in HEURISTICS]
     best = min(views, key=seconds)
     if c.num_servers <= MOST_SERVERS:
         starts = [best]

@@ -86,7 +86,8 @@ def _settle_servers(model: LayerCostModel, view: Bools, f: Floats, cap: Ints, ro
 
 
 def _budgets(model: LayerCostModel, f: Floats, cap: Ints) -> Bools:
-    model.check(f.shape)
+    if model.tables.hit.shape != f.shape:
+        raise ValueError(f"model is for counts of {model.tables.hit.shape}, got {f.shape}")
     servers, layers, experts = f.shape
     order = np.argsort(-f, axis=2, kind="stable")
     costs = np.stack([model.prefix_costs(n, order[n]) for n in range(servers)])

@@ -176,17 +176,6 @@ class LayerCostModel:
         """Costs (L, E + 1) of server n if it holds the c first experts of ``order`` (L, E)."""
         return kernel.prefix_costs(self.tables, n, np.ascontiguousarray(order, dtype=np.int64))
 
-    def check(self, shape: tuple[int, ...]) -> None:
-        """Check that the model is for counts of this shape (N, L, E).
-
-        Raises:
-            ValueError: If not.
-        """
-        if self.tables.hit.shape != tuple(shape):
-            raise ValueError(
-                f"model is for counts of shape {self.tables.hit.shape}, got {tuple(shape)}"
-            )
-
 
 def _link_waits(tables: kernel.Tables, masks: Masks, near: Floats, links: Links) -> Floats:
     """Mean seconds (N, L) that the two messages of a round trip wait in all.

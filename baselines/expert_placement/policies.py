@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.baselines.expert_placement.feasibility import (
-    Bools,
-    Floats,
-    Ints,
-    assign_gpus,
-    server_view,
-)
+from servegym.baselines.expert_placement.feasibility import Bools, Floats, Ints, assign_gpus
 from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import SWAPS, TRIES, best_start
 from servegym.baselines.expert_placement.latency_search import latency_dp
@@ -82,7 +76,7 @@ class PlacementPolicy(BasePolicy):
         if inputs.window_s <= 0:
             return 0.0
         system = self.system
-        view = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        view = system.cluster.server_view(placement)
         remote = np.sum(counts, where=~view, axis=(1, 2), dtype=np.float64)
         return float(system.arguments.epoch_s / inputs.window_s * (inputs.extra_s * remote).sum())
 
@@ -251,7 +245,7 @@ class LatencyDp(PlacementPolicy):
     def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
         """C of Eq. 4 by the estimate that the plan was made with."""
         system = self.system
-        view = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        view = system.cluster.server_view(placement)
         return system.arguments.epoch_s * float(self._model.cost(view).sum())
 
 

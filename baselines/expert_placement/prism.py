@@ -1,5 +1,7 @@
 """Prism: Algorithm 1 (how many experts of a layer) and Algorithm 2 (which), corrected.
 
+Algorithm 1 is `decode.layer_sizes` of the entropy of a server's layers.
+
 Corrections to the print: the layer counts are clamped at E; what floor and clamp leave over is
 spent; only layers above E give experts away; a server without duplicates is passed over.
 `prism_printed` leaves slots unused as the print does, for comparison.
@@ -20,6 +22,7 @@ from servegym.baselines.expert_placement.feasibility import (
     assign_gpus,
     check_instance,
 )
+from servegym.envs.expert_placement.decode import layer_sizes
 
 
 def activation_entropy(counts: Floats) -> Floats:
@@ -33,55 +36,6 @@ def activation_entropy(counts: Floats) -> Floats:
     v = np.maximum(v, 0.0)
     v[v.sum(axis=1) <= 0] = 1.0
     return v
-
-
-def layer_counts(counts: Floats, cap: Ints, *, fill: bool = True) -> Ints:
-    """Algorithm 1: experts (N, L) of each layer on each server, 0 to E each.
-
-    Each layer's sum is at least E, for ``cap`` (N,) slots that hold all experts. With ``fill`` what
-    floor and clamp leave over is spent, so that each server's sum is min(cap_n, L E); the printed
-    algorithm does not.
-
-    Raises:
-        ValueError: If the slots left by ``fill=False`` cannot cover every expert.
-    """
-    servers, layers, experts = counts.shape
-    v = activation_entropy(counts)
-    q = cap[:, None] * v / v.sum(axis=1, keepdims=True)
-    c = np.minimum(experts, np.floor(q)).astype(np.int64)
-    # Rounding of q may push a floor above the server's memory by one.
-    while (over := np.flatnonzero(c.sum(axis=1) > cap)).size:
-        c[over[0], np.argmax(c[over[0]] - q[over[0]])] -= 1
-    if fill:
-        for n in range(servers):
-            for _ in range(min(int(cap[n]), layers * experts) - int(c[n].sum())):
-                wish = np.where(c[n] < experts, q[n] - c[n], -np.inf)
-                c[n, np.argmax(wish)] += 1
-    total = c.sum(axis=0)
-    if total.sum() < layers * experts:
-        raise ValueError(
-            f"counts: rounding down leaves {total.sum()} slots for {layers * experts} experts, so "
-            "the printed Algorithm 1 cannot cover them"
-        )
-    order = np.argsort(-cap, kind="stable")
-    for layer in range(layers):
-        while total[layer] < experts:
-            moved = False
-            for n in order:
-                if total[layer] == experts:
-                    break
-                donors = (total > experts) & (c[n] > 0)
-                if c[n, layer] == experts or not donors.any():
-                    continue
-                donor = int(np.argmax(np.where(donors, total, -1)))
-                c[n, donor] -= 1
-                c[n, layer] += 1
-                total[donor] -= 1
-                total[layer] += 1
-                moved = True
-            if not moved:
-                raise RuntimeError("Algorithm 1 found no donor although slots suffice")
-    return c
 
 
 def assign_experts(c: Ints, counts: Floats) -> Bools:
@@ -124,7 +78,8 @@ def prism(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     are multiplied by one number.
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
-    return assign_gpus(assign_experts(layer_counts(f, cap), f), f, room, home)
+    sizes = layer_sizes(activation_entropy(f), cap, f.shape[2])
+    return assign_gpus(assign_experts(sizes, f), f, room, home)
 
 
 def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
@@ -137,4 +92,5 @@ def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) ->
             memory they often cannot).
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
-    return assign_gpus(assign_experts(layer_counts(f, cap, fill=False), f), f, room, home)
+    sizes = layer_sizes(activation_entropy(f), cap, f.shape[2], fill=False)
+    return assign_gpus(assign_experts(sizes, f), f, room, home)

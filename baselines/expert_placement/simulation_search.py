@@ -11,15 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from servegym.baselines.expert_placement.feasibility import (
-    Bools,
-    Floats,
-    Ints,
-    check_placement,
-    reassign_gpus,
-    server_view,
-)
+from servegym.baselines.expert_placement.feasibility import Bools, Floats, Ints, reassign_gpus
 from servegym.baselines.expert_placement.system import PlacementSystem
+from servegym.envs.expert_placement.cluster import check_placement, server_view
 from servegym.envs.expert_placement.simulator import Requests, Simulator
 
 # Shares of a layer that a proposal moves; whole layers are proposed half of the time besides.
@@ -187,13 +181,13 @@ def latency_local_search(
     f, room = np.asarray(counts, dtype=np.float64), np.asarray(slots, dtype=np.int64)
     home = np.asarray(gpu_server, dtype=np.int64)
     cap = np.bincount(home, room, f.shape[0]).astype(np.int64)
-    plans = [check_placement(z, room) for z in starts]
+    plans = [check_placement(z, room).astype(np.bool_) for z in starts]
     measured = [objective.latency_s(z) for z in plans]
     least = min(measured)
     best = start = plans[measured.index(least)]
     if f.shape[1] < 2:
         return best
-    view = server_view(best, home, f.shape[0])
+    view = server_view(best, home)
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         new = exchange(view, f, cap, *_proposal(view, rng))

@@ -138,7 +138,7 @@ class PlacementSystem(SystemDescription):
         From the host, its channel; over the network, the mean rate of the links to its server.
         """
         c = self.cluster
-        speed = np.full(c.num_gpus, float(c.load_bytes_s))
+        speed = np.full(c.num_gpus, c.pcie_bytes_s)
         if self.arguments.migration_source == "network" and c.num_servers > 1:
             rate = np.where(np.eye(c.num_servers, dtype=bool), 0.0, c.link_bytes_s)
             speed = np.minimum(speed, (rate.sum(axis=0) / (c.num_servers - 1))[c.gpu_server])

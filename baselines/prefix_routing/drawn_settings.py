@@ -22,7 +22,7 @@ from servegym.baselines.prefix_routing.view import NOWHERE
 from servegym.baselines.protocol import VALIDATION
 from servegym.envs.prefix_routing.config import DICT, Problem, build_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.prefix_routing.workloads import MAX_RATES
+from servegym.envs.prefix_routing.workloads import WORKLOADS
 
 Setting = dict[str, Any]
 Observation = Mapping[str, NDArray[Any]]
@@ -60,7 +60,7 @@ def draw_setting(kind: str, rng: np.random.Generator) -> Setting:
         "warmup_requests": 60 * replicas,
         "episode_requests": 200 + 100 * replicas,
     }
-    if kind in MAX_RATES and kind != "tenants":
+    if kind in WORKLOADS and kind != "tenants":
         # Their prompts are long: in larger blocks they are played in half of the time.
         setting |= {"workload": kind, "warmup_requests": 250 * replicas, "block_size": 64}
         if kind != "sessions":
@@ -178,7 +178,7 @@ def with_rate(setting: Setting, share: float, seed: int) -> Setting:
             high = rate
         if high == np.inf:
             rate = 2 * low
-            if rate > MAX_RATES[setting["workload"]]:
+            if rate > WORKLOADS[setting["workload"]].MAX_RATE:
                 raise ValueError(f"{setting} keeps its objectives up to the highest rate, {low}/s.")
         elif low == 0.0:
             rate = high / 2

@@ -13,6 +13,11 @@ from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
 from servegym.baselines.protocol import BasePolicy, Observation
 from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 
+_WHOLE = """
+    match_tokens in_flight prefill_tokens context_tokens decode_blocks waiting running index_tokens
+""".split()
+"""Columns of a replica that a `View` has as whole numbers, by the same names."""
+
 
 def view_of(
     observation: Observation,
@@ -37,13 +42,6 @@ def view_of(
         prompt_tokens=int(request[OF_REQUEST["prompt_tokens"]]),
         predicted_output=float(request[OF_REQUEST["predicted_tokens"]]),
         block_size=system.block_size,
-        match_tokens=of("match_tokens").astype(np.int64),
-        in_flight=of("in_flight").astype(np.int64),
-        prefill_tokens=of("prefill_tokens").astype(np.int64),
-        context_tokens=of("context_tokens").astype(np.int64),
-        decode_blocks=of("decode_blocks").astype(np.int64),
-        waiting=of("waiting").astype(np.int64),
-        running=of("running").astype(np.int64),
         kv=of("kv_usage"),
         capacity_tokens=of("kv_tokens").astype(np.int64),
         speed=of("prefill_tokens_per_s"),
@@ -55,12 +53,12 @@ def view_of(
         now_s=float(observation["time_s"][row, 0]),
         rng=rng,
         index_block=system.index_block,
-        index_tokens=of("index_tokens").astype(np.int64),
         scrape_age_s=float(replicas[0, OF_REPLICA["metrics_age_s"]]),
         tpot_s=of("tpot_s") if of("tpot_s").any() else None,
         ttft_slo_s=float(request[OF_REQUEST["ttft_slo_s"]]),
         tpot_slo_s=float(request[OF_REQUEST["tpot_slo_s"]]),
         cards=system.cards,
+        **{name: of(name).astype(np.int64) for name in _WHOLE},
     )
 
 

@@ -307,9 +307,7 @@ def evaluate_actions(
     main_mb = c.main_mb[:, :, None, None]
     start = cold_starts(system, c, warm) if starts else Start(*np.zeros((4, 1, 1, 1, 1)))
     planned = bill_plan(model, n_in + n_out, main_mb, prefill, decode, start)
-    mix_start = start_s(
-        model, model.container_start_main_s, model.all_non_expert_mb + model.all_experts_mb
-    )
+    mix_start = start_s(model, model.all_non_expert_mb + model.all_experts_mb)
     mix = bill_plan(
         model,
         n_in + n_out,

@@ -182,7 +182,7 @@ def layer_options(system: SystemModel, load: Load, remote: NDArray[np.bool_]) ->
     allowed = (need[:, None] <= specs)[..., None] & (payload_mb <= system.payload_mb)
     tokens = load.histogram(remote, system.top_k).T[..., None]
     call_s = system.expert_law(specs)[0] + transfer_s(system)
-    one = start_s(system, system.container_start_remote_s, members * system.expert_mb)
+    one = start_s(system, members * system.expert_mb)
     one = np.where(used, one, 0.0)[:, None, None]
     started_mb = mb * np.arange(1, system.z_max + 1)
     single = Plan(remote, 0.0, np.ones(len(used)), used, np.where(remote, 0, -1))
@@ -191,7 +191,7 @@ def layer_options(system: SystemModel, load: Load, remote: NDArray[np.bool_]) ->
         remote,
         used,
         specs,
-        slowest,
+        np.asarray(slowest),
         tokens,
         call_s,
         allowed | ~used[:, None, None],

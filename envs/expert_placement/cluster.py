@@ -19,6 +19,7 @@ from servegym.envs._arguments import Arguments
 
 LINK_MODELS = ("nic", "pairwise")
 MESSAGES = ("per_expert", "per_server")
+ACTIVATION_VALUE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,6 @@ class Cluster:
         gpus: GPUs of each server.
         slots: int64 ``(G,)`` experts that each GPU can hold (cap_{n,g}).
         gpu_server: int64 ``(G,)`` server of each GPU, non-decreasing.
-        host_slots: int64 ``(N,)`` experts that a server's host memory holds.
         expert_base_s, expert_token_s: ``(G,)`` seconds: a call with x tokens takes base + token x.
         dense_base_s, dense_token_s: ``(N,)`` the same for the rest of a layer on the first GPU of
             the home server.
@@ -159,10 +159,6 @@ class Cluster:
     message_cost_s: float
     pcie_bytes_s: float
     pcie_latency_s: float
-    weight_bytes_s: float
-    fetch_overhead_s: float | None
-    host_slots: np.ndarray
-    nvme_bytes_s: float
     expert_base_s: np.ndarray
     expert_token_s: np.ndarray
     dense_base_s: np.ndarray
@@ -194,13 +190,6 @@ class Cluster:
         return np.concatenate([[0], np.cumsum(self.gpus)[:-1]]).astype(np.int64)
 
     @property
-    def load_bytes_s(self) -> float:
-        """Bytes/s of the loads of a placement from host memory, their overhead included."""
-        if self.fetch_overhead_s is None:
-            return self.weight_bytes_s
-        return self.expert_bytes / (self.fetch_overhead_s + self.expert_bytes / self.weight_bytes_s)
-
-    @property
     def link_bytes_s(self) -> np.ndarray:
         """``(N, N)`` bytes/s of a message: the slower of the sender's rate and the pair's."""
         rate = self.bandwidth_bps
@@ -210,42 +199,62 @@ class Cluster:
 
     def server_view(self, placement: np.ndarray) -> np.ndarray:
         """Bool ``(N, L, E)``: experts on any GPU of a server, of a placement ``(G, L, E)``."""
-        view = np.zeros((self.num_servers, self.layers, self.experts), dtype=bool)
-        np.logical_or.at(view, self.gpu_server, np.asarray(placement, dtype=bool))
-        return view
+        return server_view(placement, self.gpu_server)
 
     def check_placement(self, placement: Any, covered: bool = True) -> np.ndarray:
-        """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
+        """:func:`check_placement` for the cluster's layers and experts."""
+        return check_placement(placement, self.slots, (self.layers, self.experts), covered)
 
-        With ``covered`` every expert must be on some GPU.
 
-        Raises:
-            ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
-        """
-        z = np.asarray(placement)
-        shape = (self.num_gpus, self.layers, self.experts)
-        if z.shape != shape or z.dtype.kind not in "biu":
-            raise ValueError(
-                f"placement must be an integer or boolean array of shape {shape} "
-                f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
-            )
-        if z.size and (z.min() < 0 or z.max() > 1):
-            raise ValueError("placement must hold 0 and 1 only.")
-        used = z.reshape(len(z), -1).sum(axis=1, dtype=np.int64)
-        full = np.flatnonzero(used > self.slots)
-        if len(full):
-            g = int(full[0])
-            raise ValueError(
-                f"placement: GPU {g} would hold {used[g]} experts, it has {self.slots[g]} slots."
-            )
-        missing = np.argwhere(~z.any(axis=0))
-        if covered and len(missing):
-            layer, expert = missing[0].tolist()
-            raise ValueError(
-                f"placement: {len(missing)} experts are on no GPU, the first is expert {expert} "
-                f"of layer {layer}."
-            )
-        return z.astype(np.uint8)
+def server_view(placement: Any, gpu_server: Any) -> np.ndarray:
+    """Bool ``(N, L, E)``: experts on any GPU of a server.
+
+    ``placement`` is ``(G, L, E)``, ``gpu_server`` ``(G,)`` the server of each GPU; the last one's
+    number is N - 1.
+    """
+    view = np.zeros((int(np.max(gpu_server)) + 1, *np.shape(placement)[1:]), dtype=bool)
+    np.logical_or.at(view, np.asarray(gpu_server), np.asarray(placement, dtype=bool))
+    return view
+
+
+def check_placement(
+    placement: Any, slots: Any, model: tuple[int, int] | None = None, covered: bool = True
+) -> np.ndarray:
+    """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
+
+    Args:
+        placement: Which GPU holds which experts.
+        slots: ``(G,)`` experts that each GPU can hold.
+        model: L and E, any if None.
+        covered: Whether every expert must be on some GPU.
+
+    Raises:
+        ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
+    """
+    z = np.asarray(placement)
+    shape = (len(slots), *(z.shape[1:] if model is None else model))
+    if z.shape != shape or z.ndim != 3 or z.dtype.kind not in "biu":
+        raise ValueError(
+            f"placement must be an integer or boolean array of shape {shape} "
+            f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
+        )
+    if z.size and (z.min() < 0 or z.max() > 1):
+        raise ValueError("placement must hold 0 and 1 only.")
+    used = z.reshape(len(z), -1).sum(axis=1, dtype=np.int64)
+    full = np.flatnonzero(used > slots)
+    if len(full):
+        g = int(full[0])
+        raise ValueError(
+            f"placement: GPU {g} would hold {used[g]} experts, it has {slots[g]} slots."
+        )
+    missing = np.argwhere(~z.any(axis=0))
+    if covered and len(missing):
+        layer, expert = missing[0].tolist()
+        raise ValueError(
+            f"placement: {len(missing)} experts are on no GPU, the first is expert {expert} "
+            f"of layer {layer}."
+        )
+    return z.astype(np.uint8)
 
 
 def _per(argument: str, value: Any, shape: tuple[int, ...], low: float, open_low: bool):
@@ -352,41 +361,21 @@ class ClusterArguments(Arguments):
     message_cost_s: float = arg.number(0.2e-3, 0.0, "fixed sending time of a message, h")
     pcie_bytes_s: float = arg.number(12e9, 0.0, "between host and GPU", open_low=True)
     pcie_latency_s: float = arg.number(20e-6, 0.0, "fixed delay of staging activations")
-    # MoE-Infinity's published times fit 12e9 for V2-Lite, and 24e9 with .7 ms for Mixtral.
-    weight_bytes_s: float | None = arg.number(
-        None, 0.0, "at which a GPU gets experts from host memory; `pcie_bytes_s`", open_low=True
-    )
-    fetch_overhead_s: float | None = arg.number(
-        None, 0.0, "of getting one expert; `message_cost_s` for a cache, 0 for a placement"
-    )
-    # It begins with the first experts, layer by layer, and keeps those read last; a fetch or load
-    # of another one reads it from the server's NVMe drive first, one after another.
-    host_bytes: float | None = arg.number(None, 0.0, "of a server for experts; all of them fit")
-    nvme_bytes_s: float = arg.number(3e9, 0.0, "of the drive that has the others", open_low=True)
-    activation_value_bytes: int = arg.whole(2, 1, "of one value of an activation", high=8)
     gpu_speed: Any = arg.other(1.0, "factor on the GPUs' speed, one number or one for each")
     sizes: ModelTimes | None = arg.other(None, "of the model, instead of those listed for it")
 
 
-def build_cluster(model: str = "deepseek-v2-lite", **arguments: Any) -> Cluster:
+def build_cluster(model: str = "deepseek-v2-lite", **chosen: Any) -> Cluster:
     """Check the arguments of a cluster and build it.
 
     Args:
         model: ``deepseek-v2-lite``, ``mixtral-8x7b`` or ``gpt-oss-20b``.
-        **arguments: As `ClusterArguments` has them.
+        **chosen: As `ClusterArguments` has them.
 
     Raises:
         ValueError: an argument is bad, or the experts do not fit in the memory.
     """
-    return cluster_of(model, ClusterArguments.fill(arguments))
-
-
-def cluster_of(model: str, arguments: ClusterArguments) -> Cluster:
-    """The cluster that checked arguments describe.
-
-    Raises:
-        ValueError: arguments do not go together, or the experts do not fit in the memory.
-    """
+    arguments = ClusterArguments.fill(chosen)
     times = _model_times(model, arguments.sizes)
     counts = arguments.gpus
     servers, total = len(counts), sum(counts)
@@ -402,15 +391,6 @@ def cluster_of(model: str, arguments: ClusterArguments) -> Cluster:
         capacity = _slots_given(times, arguments.slots, counts)
     _check_experts_fit(times, model, capacity, gpu_server)
 
-    host_slots = np.full(servers, times.layers * times.experts)
-    if arguments.host_bytes is not None:
-        experts = arguments.host_bytes // times.expert_bytes
-        if experts < 1:
-            raise ValueError(
-                f"host_bytes={arguments.host_bytes!r} must hold an expert of {model!r}, "
-                f"{times.expert_bytes} bytes."
-            )
-        host_slots = np.minimum(host_slots, experts).astype(np.int64)
     nic = _per("nic_bps", arguments.nic_bps, (servers,), 0.0, True)
     bandwidth = _pair_bandwidth(arguments.bandwidth_bps, nic)
     delay = _per("latency_s", arguments.latency_s, (servers, servers), 0.0, False)
@@ -429,15 +409,11 @@ def cluster_of(model: str, arguments: ClusterArguments) -> Cluster:
         message_cost_s=arguments.message_cost_s,
         pcie_bytes_s=arguments.pcie_bytes_s,
         pcie_latency_s=arguments.pcie_latency_s,
-        weight_bytes_s=arguments.weight_bytes_s or arguments.pcie_bytes_s,
-        fetch_overhead_s=arguments.fetch_overhead_s,
-        host_slots=host_slots,
-        nvme_bytes_s=arguments.nvme_bytes_s,
         expert_base_s=times.expert_base_s / speed,
         expert_token_s=times.expert_token_s / speed,
         dense_base_s=times.dense_base_s / speed[home_gpu],
         dense_token_s=times.dense_token_s / speed[home_gpu],
-        activation_bytes=times.hidden * arguments.activation_value_bytes,
+        activation_bytes=times.hidden * ACTIVATION_VALUE_BYTES,
         expert_bytes=times.expert_bytes,
         layers=times.layers,
         experts=times.experts,

@@ -10,14 +10,7 @@ import numpy as np
 
 from servegym._checks import choose, real
 from servegym.envs.expert_placement.arguments import SPLITS, PlacementArguments
-from servegym.envs.expert_placement.cluster import (
-    LOAD_DEFAULTS,
-    Cluster,
-    ClusterArguments,
-    ModelTimes,
-    cluster_of,
-    scenario,
-)
+from servegym.envs.expert_placement.cluster import Cluster, ModelTimes, scenario_cluster
 from servegym.envs.expert_placement.simulator import (
     Forecast,
     Prompts,
@@ -129,16 +122,13 @@ def _forecast(
 
 def _cluster(arguments: PlacementArguments) -> Cluster:
     """The cluster of the scenario, with ``cluster_kwargs`` in place of some of its arguments."""
-    of_scenario = scenario(arguments.scenario)
-    settings = {name: x for name, x in of_scenario.items() if name not in LOAD_DEFAULTS}
-    settings |= arguments.cluster_kwargs or {}
-    if arguments.model == "toy" and settings.get("sizes") is None:
-        settings["sizes"] = _TOY
+    changes = arguments.cluster_kwargs or {}
+    if arguments.model == "toy" and changes.get("sizes") is None:
+        changes = {**changes, "sizes": _TOY}
     try:
-        chosen = ClusterArguments.fill(settings)
+        return scenario_cluster(arguments.scenario, arguments.model, **changes)
     except TypeError as error:
         raise ValueError(f"cluster_kwargs={arguments.cluster_kwargs!r}: {error}") from None
-    return cluster_of(arguments.model, chosen)
 
 
 def _interarrival_s(value: Any, servers: int) -> list[float]:

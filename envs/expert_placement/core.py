@@ -151,7 +151,7 @@ class PlacementEpisode:
         self.problem = problem
         self.simulator = Simulator(problem.cluster, problem.prompts, **problem.simulator_options)
         self._start = uniform_placement(problem.cluster)
-        space = observation_space(problem)
+        space: dict[str, Any] = observation_space(problem).spaces
         self._parts = {name: (float(box.high.max()), box.dtype) for name, box in space.items()}
 
     # ----------------------------------------------------------------------------- an episode

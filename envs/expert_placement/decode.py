@@ -15,15 +15,20 @@ HEIGHT_SPAN = 16.0
 LEAST_SHARE = 0.01
 
 
-def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
+def layer_sizes(
+    share: np.ndarray, cap: np.ndarray, experts: int, *, fill: bool = True
+) -> np.ndarray:
     """Experts of each layer on each server, from shares (N, L) of the server's slots (N,).
 
     The shares of a server are normalised (all equal if they sum to 0), rounded down, clamped at E
-    and filled up by the largest remainder. Layers with fewer than E places in all then take from
-    those with most, at servers with many slots first.
+    and, with ``fill``, filled up by the largest remainder. Layers with fewer than E places in all
+    then take from those with most, at servers with many slots first.
 
     Returns:
         int64 ``(N, L)``: row n sums to ``min(cap[n], L E)``, every column to at least E.
+
+    Raises:
+        ValueError: the slots that are left without ``fill`` cannot hold every expert.
     """
     share = np.asarray(share, dtype=np.float64)
     servers, layers = share.shape
@@ -31,7 +36,7 @@ def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
     share = np.where(total > 0, share, 1.0)
     quota = cap[:, None] * share / share.sum(axis=1, keepdims=True)
     size = np.minimum(np.floor(quota).astype(np.int64), experts)
-    for n in range(servers):
+    for n in range(servers if fill else 0):
         left = min(int(cap[n]), layers * experts) - int(size[n].sum())
         remainder = np.where(size[n] < experts, quota[n] - size[n], -np.inf)
         while left > 0:
@@ -40,6 +45,10 @@ def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
             remainder[layer] = remainder[layer] - 1.0 if size[n, layer] < experts else -np.inf
             left -= 1
     columns = size.sum(axis=0)
+    if columns.sum() < layers * experts:
+        raise ValueError(
+            f"rounding down leaves {columns.sum()} slots for {layers * experts} experts, too few"
+        )
     order = np.argsort(-cap, kind="stable")
     for layer in range(layers):
         while columns[layer] < experts:

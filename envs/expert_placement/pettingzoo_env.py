@@ -13,6 +13,7 @@ from servegym.envs._batch import need_episode
 from servegym.envs._parallel import BatchParallelEnv
 from servegym.envs.expert_placement.config import Problem
 from servegym.envs.expert_placement.core import (
+    OBSERVATION,
     PlacementBatch,
     PlacementEpisode,
     action_space,
@@ -23,9 +24,9 @@ from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 NAME = "servegym/expert_placement-v0"
 # Numbers that a server sees: its own, the largest of its GPUs', and those that all see.
-_OF_SERVER = ("arrivals", "in_system", "link_backlog_s")
-_OF_GPUS = ("gpu_backlog_s", "loads_left")
-_OF_ALL = ("progress", "window_s")
+_OF_SERVER, _OF_GPUS, _OF_ALL = (
+    [name for name, (axes, _, _) in OBSERVATION.items() if axes == its] for its in ("N", "G", "1")
+)
 
 
 class ExpertPlacementParallelEnv(BatchParallelEnv[Problem, PlacementBatch], pettingzoo.ParallelEnv):
@@ -83,7 +84,7 @@ class ExpertPlacementParallelEnv(BatchParallelEnv[Problem, PlacementBatch], pett
                     "held": spaces.Box(0, 1, (c.num_servers, c.layers, c.experts), np.int8),
                     "seconds_per_token": one("seconds_per_token", 2),
                 }
-                | {name: one(name, 1) for name in (*_OF_SERVER, *_OF_GPUS, *_OF_ALL, "memory")}
+                | {name: one(name, 1) for name in (*_OF_SERVER, *_OF_GPUS, *_OF_ALL)}
             )
             self.action_spaces[agent] = spaces.Dict(
                 {

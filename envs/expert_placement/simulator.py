@@ -101,12 +101,8 @@ def make_plant(cluster: Cluster, options: SimulatorArguments) -> tables.Plant:
     c["stage_token"] = cluster.activation_bytes / cluster.pcie_bytes_s
     c["stage_base"] = cluster.pcie_latency_s
     c["expert_bytes"] = cluster.expert_bytes
-    load = cluster.expert_bytes / cluster.weight_bytes_s
-    overhead = cluster.fetch_overhead_s
-    c["load"] = load if overhead is None else overhead + load
-    c["fetch"] = (cluster.message_cost_s if overhead is None else overhead) + load
-    c["read"] = cluster.expert_bytes / cluster.nvme_bytes_s
-    c["host_limited"] = (cluster.host_slots < cluster.layers * cluster.experts).any()
+    c["load"] = cluster.expert_bytes / cluster.pcie_bytes_s
+    c["fetch"] = cluster.message_cost_s + c["load"]
     byte_s = 1.0 / cluster.link_bytes_s
     token_s = byte_s * cluster.activation_bytes
     n = cluster.num_servers
@@ -127,7 +123,6 @@ def make_plant(cluster: Cluster, options: SimulatorArguments) -> tables.Plant:
             end_gpu=np.cumsum(cluster.gpus),
             dense_base=cluster.dense_base_s,
             dense_token=cluster.dense_token_s,
-            host_slots=cluster.host_slots,
         ),
         pair=_records(tables.PAIR, byte_s=byte_s, latency=cluster.latency_s),
         hop=_records(
@@ -340,12 +335,7 @@ class Simulator:
             server=np.zeros(n, tables.SERVER),
             counts=np.zeros((n, total), np.int64),
             path=np.zeros((requests if self._forwards else 0, cluster.layers), np.int16),
-            host=np.zeros(
-                (n if self.plant.cfg["host_limited"][0] else 0, total), tables.HOST_EXPERT
-            ),
         )
-        for memory, number in zip(state.host, cluster.host_slots, strict=False):
-            memory["ready"] = np.where(np.arange(total) < number, 0.0, -1.0)
         state.meta["free"] = places
         state.meta["fewest_copies"] = gpus
         state.request["first"] = state.request["finish"] = np.nan

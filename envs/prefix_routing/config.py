@@ -105,7 +105,7 @@ def problem_of(arguments: PrefixArguments) -> Problem:
     requests = arguments.episode_requests + arguments.warmup_requests
     tables, capacity = engine_tables(cards, arguments, requests)
     for rate in ends(arguments.rate):
-        real("rate", rate, workloads.MIN_RATE, workloads.MAX_RATES[arguments.workload])
+        real("rate", rate, workloads.MIN_RATE, workloads.WORKLOADS[arguments.workload].MAX_RATE)
     if arguments.failures is not None:
         check_failures(arguments.failures, tables.config[0], requests / ends(arguments.rate)[0])
     options = mapping("index_kwargs", arguments.index_kwargs, ("index_entries", *GATEWAY_OPTIONS))
@@ -154,7 +154,7 @@ def _workload(
     kwargs = arguments.workload_kwargs or {}
     law = min(card.domain["max_context_tokens"] for card in cards)
     options: dict[str, Any] = {"max_context": int(min(law, capacity.min() * arguments.block_size))}
-    if arguments.workload in workloads.RECORDED:
+    if "split" in workloads.WORKLOADS[arguments.workload].OPTIONS.described():
         options["split"] = arguments.split
     try:
         return workloads.make_prefix_workload(arguments.workload, **{**options, **kwargs})

@@ -15,7 +15,6 @@ from servegym.envs._columns import bounds
 from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
 from servegym.envs.prefix_routing.kernel import layout, steps
-from servegym.envs.prefix_routing.kernel.gateway import Gateway
 from servegym.envs.prefix_routing.kernel.observation import (
     REPLICA,
     REQUEST,
@@ -406,20 +405,16 @@ class PrefixBatch(Batch):
         return log
 
     def __getstate__(self) -> dict[str, Any]:
-        arrays = {"systems": self.systems, "gateway": self.gateway, "episodes": self.episodes}
-        parts = {name: array._asdict() for name, array in arrays.items()}
-        return {"problem": self.problem, "num_rows": self.num_rows, **parts} | {
-            "buffers": self.buffers._asdict()
-        }
+        names = ("problem", "num_rows", "systems", "gateway", "episodes", "buffers")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffers.
         PrefixBatch.__init__(self, state["problem"], state["num_rows"])
-        self.systems = layout.Systems(**state["systems"])
-        self.gateway = Gateway(**state["gateway"])
-        self.episodes = steps.Episodes(**state["episodes"])
-        for name, part in state["buffers"].items():
-            getattr(self.buffers, name)[...] = part
+        self.systems, self.gateway = state["systems"], state["gateway"]
+        self.episodes = state["episodes"]
+        for part, copied in zip(self.buffers, state["buffers"], strict=True):
+            part[...] = copied
 
 
 def action_words(problem: Problem) -> str:

@@ -39,14 +39,10 @@ DISPATCHES = ("think", "trace")
 """When a session's next request comes: some time after the last one ended, or when recorded."""
 MAX_REQUESTS = 1 << 22
 MIN_RATE = 1e-3
-MAX_RATES = {"tenants": LARGEST, "sessions": 500.0, "agents": 200.0, "mooncake": 1000.0}
-"""Most requests/s by workload: more sessions under way at once take gigabytes."""
 SPLITS = {"train": (0.0, 0.6), "val": (0.6, 0.8), "eval": (0.8, 1.0), "all": (0.0, 1.0)}
 """Parts of a recording: its sessions by a hash of their number, which is in [0, 1)."""
 CHAT_HISTORY_S = 3600.0
 """How long before the episode conversations may have begun."""
-Episode = tuple[int, int, str]
-"""Requests, tokens of a block and dispatch of an episode to draw."""
 FIRST_PROMPTS = ("only_prompt_tokens", "first_prompt_tokens")
 """Laws of the first prompt in sessions of one turn and of more."""
 LLM_D_STAGES = (
@@ -139,11 +135,19 @@ class TenantArguments(Arguments):
     )
 
 
+class Episode(NamedTuple):
+    """What the requests of an episode are, beside their workload and rate."""
+
+    num_requests: int
+    block_size: int
+    dispatch: str
+
+
 class PrefixWorkload:
     """Draws the requests of an episode; a workload fills in `_prepare` and `_draw`.
 
     Attributes:
-        MAX_RATE: Most requests/s.
+        MAX_RATE: Most requests/s: more sessions under way at once take gigabytes.
         OPTIONS: The record of its arguments.
     """
 
@@ -182,11 +186,9 @@ class PrefixWorkload:
         whole("block_size", block_size, 1, MAX_TOKENS)
         choose("dispatch", dispatch, DISPATCHES)
         real("rate", rate, MIN_RATE, self.MAX_RATE)
-        return self._draw(rng, num_requests, rate, (num_requests, block_size, dispatch))
+        return self._draw(rng, rate, Episode(num_requests, block_size, dispatch))
 
-    def _draw(
-        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
-    ) -> PrefixRequests:
+    def _draw(self, rng: np.random.Generator, rate: float, episode: Episode) -> PrefixRequests:
         """`draw` with checked arguments."""
         raise NotImplementedError
 
@@ -372,7 +374,7 @@ class SuperposedTrace(PrefixWorkload):
     recording, which states no ends: think times are too long by the recorded latency.
     """
 
-    MAX_RATE, OPTIONS = MAX_RATES["mooncake"], RecordedArguments
+    MAX_RATE, OPTIONS = 1000.0, RecordedArguments
 
     def _prepare(self, a: RecordedArguments) -> None:
         short = isinstance(a.trace, str) and a.trace in ("conversation", "synthetic")
@@ -384,9 +386,7 @@ class SuperposedTrace(PrefixWorkload):
         self._times = times
         self._period_s = float(times[-1]) * len(times) / max(len(times) - 1, 1)
 
-    def _draw(
-        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
-    ) -> PrefixRequests:
+    def _draw(self, rng: np.random.Generator, rate: float, episode: Episode) -> PrefixRequests:
         share = rate * self._period_s / len(self._times)
         copies = int(np.ceil(share))
         begin = rng.random(copies) * self._period_s
@@ -395,7 +395,7 @@ class SuperposedTrace(PrefixWorkload):
         session = self._content.session[self._rows]
         if not any(each[session].any() for each in keep):  # or no request would ever come
             keep[0, session[rng.integers(len(session))]] = True
-        span = 1.2 * num_requests / rate
+        span = 1.2 * episode.num_requests / rate
         while True:
             parts = []
             for k in range(copies):
@@ -408,7 +408,7 @@ class SuperposedTrace(PrefixWorkload):
                     parts.append((at, self._times[at] + shift - low, np.full(at.size, k), turn))
             passes = max(part[3] for part in parts) + 1
             row = self._rows[np.concatenate([part[0] for part in parts])]
-            if len(row) >= num_requests:
+            if len(row) >= episode.num_requests:
                 arrival_s = np.concatenate([part[1] for part in parts])
                 # Each time round the content is new.
                 copy = np.concatenate([part[2] * passes + part[3] for part in parts])
@@ -424,7 +424,7 @@ class RecordedSessions(PrefixWorkload):
     before it; with ``"trace"`` it comes at its recorded time within the session.
     """
 
-    MAX_RATE, OPTIONS = MAX_RATES["agents"], SessionArguments
+    MAX_RATE, OPTIONS = 200.0, SessionArguments
 
     def _prepare(self, a: SessionArguments) -> None:
         recorded = load_prefix_trace(a.trace)
@@ -439,10 +439,8 @@ class RecordedSessions(PrefixWorkload):
         self._time_s = at - np.repeat(np.minimum.reduceat(at, first), self._requests)
         self._duration_s = np.maximum.reduceat(self._time_s, first)
 
-    def _draw(
-        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
-    ) -> PrefixRequests:
-        span = 1.2 * num_requests / rate
+    def _draw(self, rng: np.random.Generator, rate: float, episode: Episode) -> PrefixRequests:
+        span = 1.2 * episode.num_requests / rate
         while True:
             # Starts of each session that leave a part of it in the episode.
             window = self._duration_s + span
@@ -455,7 +453,7 @@ class RecordedSessions(PrefixWorkload):
             at = self._first[which][copy] + inside
             arrival_s = start_s[copy] + self._time_s[at]
             shown = (arrival_s >= 0) & (arrival_s < span)
-            if int(shown.sum()) >= num_requests:
+            if int(shown.sum()) >= episode.num_requests:
                 row = self._rows[at[shown]]
                 return self._content.episode(row, copy[shown], arrival_s[shown], episode)
             span *= 1.5
@@ -471,7 +469,7 @@ class ChatSessions(PrefixWorkload):
     states no ends, so think times are too long by the recorded latency.
     """
 
-    MAX_RATE, OPTIONS = MAX_RATES["sessions"], ChatArguments
+    MAX_RATE, OPTIONS = 500.0, ChatArguments
 
     def _prepare(self, a: ChatArguments) -> None:
         laws = read_fitted("chat-sessions.json", "chat_sessions")
@@ -492,16 +490,14 @@ class ChatSessions(PrefixWorkload):
         sample, sent_s = self._sessions(np.random.default_rng(0), np.zeros(20_000))
         self._mean_turns = len(sent_s) / len(np.unique(sample.session))
 
-    def _draw(
-        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
-    ) -> PrefixRequests:
-        span = 1.2 * num_requests / rate + 60.0
+    def _draw(self, rng: np.random.Generator, rate: float, episode: Episode) -> PrefixRequests:
+        span = 1.2 * episode.num_requests / rate + 60.0
         while True:
             sessions = rng.poisson(rate / self._mean_turns * (CHAT_HISTORY_S + span))
             start_s = rng.random(sessions) * (CHAT_HISTORY_S + span) - CHAT_HISTORY_S
             content, sent_s = self._sessions(rng, start_s)
             shown = np.flatnonzero((sent_s >= 0) & (sent_s < span))
-            if len(shown) >= num_requests:
+            if len(shown) >= episode.num_requests:
                 copy = np.zeros(len(shown), dtype=np.int64)
                 return content.episode(shown, copy, sent_s[shown], episode)
             span *= 1.5
@@ -599,10 +595,8 @@ class Tenants(PrefixWorkload):
                 "groups are equally popular."
             )
 
-    def _draw(
-        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
-    ) -> PrefixRequests:
-        _, block_size, _ = episode
+    def _draw(self, rng: np.random.Generator, rate: float, episode: Episode) -> PrefixRequests:
+        num_requests, block_size, _ = episode
         work = np.cumsum(rng.standard_exponential(num_requests))
         per_s, seconds = self._stages.T * np.array([[rate], [1.0]])
         done = np.concatenate([[0.0], np.cumsum(per_s * seconds)])
@@ -702,8 +696,6 @@ WORKLOADS: Mapping[str, type[PrefixWorkload]] = {
     "sessions": ChatSessions,
     "tenants": Tenants,
 }
-RECORDED = ("mooncake", "agents")
-"""Those that have splits."""
 
 
 def make_prefix_workload(name: str, /, **kwargs: Any) -> PrefixWorkload:

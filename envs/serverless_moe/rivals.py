@@ -108,10 +108,6 @@ def serve(name: str, system: SystemModel, request: Request) -> Served:
     return _SERVE[name](system, request)
 
 
-def _start(system: SystemModel, mb: float) -> float:
-    return cost.start_s(system, system.container_start_main_s, mb)
-
-
 def _cpu(system: SystemModel, request: Request) -> Served:
     weights = system.all_non_expert_mb + system.all_experts_mb
     need = weights + (request.n_in + request.n_out) * system.gpu_token_mb
@@ -123,7 +119,7 @@ def _cpu(system: SystemModel, request: Request) -> Served:
     one = float(system.expert_cpu_s(memory, 1))
     decode = request.n_out * one * (size + system.moe_layers * system.top_k)
     rate = system.price_cpu * memory
-    return Served(rate, memory, prefill, decode, _start(system, weights))
+    return Served(rate, memory, prefill, decode, cost.start_s(system, weights))
 
 
 def _on_gpu(system: SystemModel, request: Request, rate_usd_s: float, main_mb: float) -> Served:
@@ -131,7 +127,7 @@ def _on_gpu(system: SystemModel, request: Request, rate_usd_s: float, main_mb: f
         blocks = system.layers * cost.block_s(system, tokens)
         return blocks + system.moe_layers * system.gpu_experts_s(tokens)
 
-    start = _start(system, system.all_non_expert_mb + system.all_experts_mb)
+    start = cost.start_s(system, system.all_non_expert_mb + system.all_experts_mb)
     return Served(rate_usd_s, main_mb, step(request.n_in), request.n_out * step(1), start)
 
 
@@ -176,13 +172,13 @@ def _per_expert(system: SystemModel, request: Request) -> Served:
         invoked += int(times.sum())
         rounding[layer] += times * one_more[layer]
     main_mb = smallest_spec(system.main_specs_mb, system.token_mb * request.n_out)
-    start = cost.start_s(system, system.container_start_remote_s, system.expert_mb)[:, None]
+    start = cost.start_s(system, system.expert_mb)[:, None]
     return Served(
         cost.main_usd_s(system, request.n_in + request.n_out, main_mb),
         main_mb,
         prefill,
         decode,
-        _start(system, system.all_non_expert_mb),
+        cost.start_s(system, system.all_non_expert_mb),
         remote=1.0,
         prefill_mb_s=float((memory * jobs).sum()),
         decode_mb_s=decode_mb_s,

@@ -37,8 +37,7 @@ class SystemModel:
         price_cpu: c_c, USD per MB s.
         price_gpu: c_g, USD per MB s.
         load_mb_s: rate at which a starting function reads its weights.
-        container_start_main_s: start of the main function's container.
-        container_start_remote_s: start of a remote function's container.
+        container_start_s: start of a function's container.
         z_max: most replicas of a remote function.
         payload_mb: largest body of one invocation.
         expert_theta1_s: theta1 of the one-token expert time.
@@ -78,8 +77,7 @@ class SystemModel:
     price_cpu: float
     price_gpu: float
     load_mb_s: float
-    container_start_main_s: float
-    container_start_remote_s: float
+    container_start_s: float
     z_max: int
     payload_mb: float
     expert_theta1_s: float
@@ -224,8 +222,7 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
         price_cpu=arguments.price_cpu_usd_mb_s,
         price_gpu=arguments.price_cpu_usd_mb_s * arguments.price_ratio,
         load_mb_s=arguments.load_mb_s,
-        container_start_main_s=arguments.container_start_s,
-        container_start_remote_s=arguments.container_start_s,
+        container_start_s=arguments.container_start_s,
         z_max=arguments.z_max,
         payload_mb=arguments.payload_mb,
         **_sizes(model),
@@ -327,8 +324,8 @@ def best_ttft_s(system: SystemModel, n_in: int, cold: bool) -> float:
         return float(prefill)
     m = np.arange(system.num_experts + 1)
     local = system.all_non_expert_mb + (system.num_experts - m) * float(system.expert_mb.sum())
-    main_start = cost.start_s(system, system.container_start_main_s, local)
-    far = cost.start_s(system, system.container_start_remote_s, m * float(system.expert_mb.max()))
+    main_start = cost.start_s(system, local)
+    far = cost.start_s(system, m * float(system.expert_mb.max()))
     return float(prefill + np.maximum(main_start, np.where(m > 0, far, 0.0)).min())
 
 

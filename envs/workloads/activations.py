@@ -21,6 +21,7 @@ import numpy as np
 
 from servegym._checks import choose, whole
 from servegym._files import MalformedFileError, read_json
+from servegym.envs.workloads.catalog import SPLIT_SHARES, SPLITS
 from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,
     draw_top_k,
@@ -36,8 +37,6 @@ from servegym.envs.workloads.synthetic_activations import (
     sharpen,
 )
 
-SPLITS = ("train", "val", "eval")
-SPLIT_SHARES = (0.6, 0.1, 0.3)
 SKEWS = ("measured", "paper")
 SPLIT_SEED = 20240801
 

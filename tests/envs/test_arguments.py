@@ -101,3 +101,5 @@ def test_every_family_writes_its_arguments_in_its_docstring():
         assert set(cls.arguments.headings) <= set(cls.arguments.described())
         for name in (*cls.arguments.described(), "render_mode"):
             assert f"| `{name}` |" in (cls.__doc__ or "")
+        for columns in cls.columns.values():
+            assert all(f"| `{column.name}` |" in (cls.__doc__ or "") for column in columns)

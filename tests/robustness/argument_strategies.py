@@ -465,7 +465,6 @@ CLUSTER_HINTS: dict[str, Any] = {
     "nic_bps": per((3,), TINY, True),
     "bandwidth_bps": per((3, 3), TINY, True, optional=True),
     "latency_s": per((3, 3), 0.0, False),
-    "host_bytes": {"least": 1e9},
     "gpu_speed": per((4,), TINY, True),
     "sizes": Argument(st.none(), junk("none")),
 }

@@ -109,8 +109,8 @@ def worst_cases(
     remote_load = m * float(system.expert_mb.max())
     if system.load_shared:
         main_load = remote_load = main_load + m * float(system.expert_mb.sum())
-    main = cost.start_s(system, system.container_start_main_s, main_load)
-    other = cost.start_s(system, system.container_start_remote_s, remote_load)
+    main = cost.start_s(system, main_load)
+    other = cost.start_s(system, remote_load)
     ttft = prefill + np.maximum(main, np.where(m > 0, other, 0.0))
     excess = np.maximum(ttft / ttft_limit_s, tpot / tpot_limit_s) - 1.0
     return WorstCases(m, m / experts, main_mb, ttft, tpot, excess)

@@ -15,9 +15,6 @@ Placement changes are carried out on the same resources: each GPU loads its new 
 another, over PCIe or in chunks over the links; an expert on no other GPU is given up only when a
 new copy serves, with one staging slot a GPU on top of its slots.
 
-Weights come from a server's host memory; where that is limited, what is not there is read from its
-drive first.
-
 With a ``Cache`` servers do not help each other: every server has all experts in host memory and its
 GPUs cache some. A call whose expert is not there fetches it over PCIe, one fetch after another on
 each GPU, and runs on that GPU. Where the cache is None, numba leaves out all of that, and where it
@@ -30,5 +27,5 @@ when it arrives; its KV cache stays where its layers ran, so that every step tak
 Units are seconds, bytes and tokens. Modules: ``tables`` (records and named tables), ``events`` (the
 queue of events), ``calls`` (calls of experts on other servers), ``caching`` (servers with caches),
 ``routing`` (which server takes a request), ``forwarding`` (paths over whole layers), ``migration``
-(loads of a new placement), ``host_memory`` (what they read), ``simulation`` (the loop over events).
+(loads of a new placement), ``simulation`` (the loop over events).
 """

@@ -7,7 +7,6 @@ import numpy as np
 from servegym._jit import inline, jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.calls import expert_at, places_of_step
-from servegym.envs.expert_placement.kernel.host_memory import in_host_memory
 from servegym.envs.expert_placement.kernel.tables import ACTIVATION, LFU, LRU
 
 
@@ -48,9 +47,8 @@ def _fetch(c, plant, st, cache, g, expert, now):
     m = st.meta[0]
     gpu = st.gpu[g]
     m.loads += 1
-    ready = in_host_memory(c, plant, st, np.int64(plant.gpu[g].server), expert, now)
     # One host channel a GPU: fetches follow one another.
-    there = max(ready, gpu.channel_free) + c.fetch
+    there = max(now, gpu.channel_free) + c.fetch
     gpu.channel_free = there
     m.weight_bytes += c.expert_bytes
     slots = plant.gpu[g].slots

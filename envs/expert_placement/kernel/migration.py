@@ -7,7 +7,6 @@ import numpy as np
 from servegym._jit import jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.calls import link_of
-from servegym.envs.expert_placement.kernel.host_memory import in_host_memory
 from servegym.envs.expert_placement.kernel.tables import NETWORK
 
 CHUNK_BYTES = float(1 << 20)
@@ -80,8 +79,7 @@ def _advance_load(plant, st, g, now):
     if c.migration_source == NETWORK:
         gpu.source = _nearest_source(plant, st, g, i)
     if gpu.source < 0:
-        ready = in_host_memory(c, plant, st, np.int64(plant.gpu[g].server), i, now)
-        events.add_event(st, ready + c.load, events.LOADED, g)
+        events.add_event(st, now + c.load, events.LOADED, g)
     else:
         gpu.bytes_left = c.expert_bytes
         events.add_event(st, now, events.CHUNK, g)

@@ -43,8 +43,6 @@ CONFIG = record(
     ("stage_base", "f8"),  # s, staging besides
     ("load", "f8"),  # s, one expert of a placement from host memory to a GPU
     ("fetch", "f8"),  # s, one expert from host memory into a cache
-    ("read", "f8"),  # s, one expert from the NVMe drive into host memory
-    ("host_limited", "i8"),  # whether host memory has room for some experts only
     ("expert_bytes", "f8"),  # bytes of one expert
     ("activation_bytes", "f8"),  # bytes of one token on a link
 )
@@ -62,7 +60,6 @@ PLANT_SERVER = record(
     ("end_gpu", "i8"),
     ("dense_base", "f8"),  # s, the rest of a layer with x tokens takes base + token x
     ("dense_token", "f8"),  # s
-    ("host_slots", "i8"),  # experts that its host memory holds
 )
 """A server, what does not change."""
 PAIR = record(
@@ -163,7 +160,6 @@ MESSAGE = record(
 SERVER = record(
     ("area", "f8"),  # request-seconds in the system
     ("since", "f8"),  # s, up to when the area is known
-    ("drive_free", "f8"),  # s, when its NVMe drive has done all reads so far
     # Since the last adopted change of placement: seconds and tokens of calls.
     ("local_s", "f8"),
     ("local_tokens", "f8"),
@@ -202,11 +198,6 @@ CACHED_EXPERT = record(
     ("volume", "i8"),  # tokens
 )
 """What a GPU's cache knows of an expert."""
-HOST_EXPERT = record(
-    ("ready", "f8"),  # s, when it is or was there, -1 if it is not
-    ("stamp", "i8"),  # number of the last load that read it
-)
-"""What a server's host memory knows of an expert."""
 
 
 class Plant(NamedTuple):
@@ -274,7 +265,6 @@ class State(NamedTuple):
         server: `SERVER` (N,).
         counts: int64 (N, C) assignments since the last adopted change.
         path: int16 (R, L) servers of a request's layers where requests are forwarded, else (0, L).
-        host: `HOST_EXPERT` (N, C) where host memory is limited, else (0, C).
     """
 
     meta: np.ndarray
@@ -294,7 +284,6 @@ class State(NamedTuple):
     server: np.ndarray
     counts: np.ndarray
     path: np.ndarray
-    host: np.ndarray
 
 
 class Scratch(NamedTuple):

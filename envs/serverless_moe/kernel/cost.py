@@ -201,9 +201,9 @@ def decode_layer(c, tokens, one_s, call_s, trem_s, mb, factors):
 
 
 @formula
-def start_s(c, container_s, load_mb):
+def start_s(c, load_mb):
     """Start of a function: its container, then the weights that its link carries."""
-    return container_s + load_mb / c.load_mb_s
+    return c.container_start_s + load_mb / c.load_mb_s
 
 
 @formula
@@ -220,17 +220,17 @@ def cold_start(c, main_cold, main_mb, fresh, weights_mb, mb):
         for layer in range(len(fresh)):
             main_mb = main_mb + fresh[layer] * weights_mb[layer]
             started_mb = started_mb + fresh[layer] * mb[layer]
-        one_s = start_s(c, c.container_start_remote_s, main_mb)
+        one_s = start_s(c, main_mb)
         remote_s = (started_mb > 0.0) * one_s
         remote_mb_s, added_mb_s = started_mb * one_s, started_mb * rounding_s(c, one_s)
     else:
         for layer in range(len(fresh)):
-            one_s = start_s(c, c.container_start_remote_s, weights_mb[layer])
+            one_s = start_s(c, weights_mb[layer])
             remote_s = np.maximum(remote_s, (fresh[layer] > 0) * one_s)
             started_mb = fresh[layer] * mb[layer]
             remote_mb_s = remote_mb_s + started_mb * one_s
             added_mb_s = added_mb_s + started_mb * rounding_s(c, one_s)
-    main_s = main_cold * start_s(c, c.container_start_main_s, main_mb)
+    main_s = main_cold * start_s(c, main_mb)
     return Start(main_s, remote_s, remote_mb_s, added_mb_s)
 
 

@@ -46,8 +46,7 @@ CONFIG = record(
     ("gpu_token_mb", "f8"),  # GPU memory of a token: its vector and its KV cache
     ("all_non_expert_mb", "f8"),  # all non-expert modules
     ("load_mb_s", "f8"),  # MB/s at which a starting function reads its weights
-    ("container_start_main_s", "f8"),  # start of the main function's container
-    ("container_start_remote_s", "f8"),  # start of a remote function's container
+    ("container_start_s", "f8"),  # start of a function's container
     ("payload_mb", "f8"),  # largest body of one invocation
     ("keep_alive_s", "f8"),  # idle time that functions outlive; 0: every request is cold
     ("penalty", "f8"),  # of a violated SLO, in MIX costs of the request

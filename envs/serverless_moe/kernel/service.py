@@ -238,7 +238,7 @@ def serve(t, b, row, action):
         c, t.expert_mb, mix_main, scratch, request, trem, choice
     )
     decode, mix_decode_s = _decode(c, mix_main, plan, scratch.decoded, request, trem, choice)
-    mix_start_s = start_s(c, c.container_start_main_s, c.all_non_expert_mb + c.all_experts_mb)
+    mix_start_s = start_s(c, c.all_non_expert_mb + c.all_experts_mb)
     tokens = np.int64(request.n_in) + request.n_out
     mix = bill_plan(
         c,

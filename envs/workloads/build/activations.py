@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,14 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, csv_rows, measured_data, write_atomic, write_json
+from servegym._files import (
+    MalformedFileError,
+    csv_rows,
+    json_rows,
+    measured_data,
+    write_atomic,
+    write_json,
+)
 from servegym.envs.workloads.activations import (
     SKEWS,
     SPLIT_SEED,
@@ -36,7 +42,7 @@ from servegym.envs.workloads.activations import (
     sharpened,
 )
 from servegym.envs.workloads.expert_sets import binomials, ids_to_masks, masks_to_ids
-from servegym.envs.workloads.files import DATA_DIR
+from servegym.envs.workloads.files import DATA_DIR, read_arrays
 from servegym.envs.workloads.synthetic_activations import mixtral_targets, solve_base
 
 BANK_SEED = 20240802
@@ -73,14 +79,6 @@ SUBJECTS = {
 OSS_TASKS = (*SUBJECTS, "other", "safety")
 
 
-def _archive(path: Path, fields: tuple[str, ...]) -> dict[str, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in fields}
-    except (OSError, ValueError, KeyError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
-
-
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     return [row for _, row in csv_rows(path, columns)]
 
@@ -88,10 +86,10 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
 def _routing(folder: Path, chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts (P, L, E) of the chosen prompts and all token sets (T, L), checked with each other."""
     path = folder / "token_routing.npz"
-    raw = _archive(path, ("expert_ids", "prompt"))
+    raw = read_arrays(path, _FIX)
     ids, prompt = raw["expert_ids"], raw["prompt"]
     path = folder / "prompt_expert_counts.npz"
-    counts = _archive(path, ("counts",))["counts"].astype(np.int64)
+    counts = read_arrays(path, _FIX)["counts"].astype(np.int64)
     ordered = np.sort(ids, axis=2)
     if np.any(ordered[..., 1:] == ordered[..., :-1]) or ids.max() >= experts:
         raise MalformedFileError(
@@ -129,7 +127,7 @@ def build_deepseek(data: Path) -> Activations:
     task = np.array([names.index(row["task"]) for row in table])
     chosen = np.arange(len(table))
     counts, sets = _routing(folder, chosen, model.experts)
-    prompt = _archive(folder / "token_routing.npz", ("prompt",))["prompt"]
+    prompt = read_arrays(folder / "token_routing.npz", _FIX)["prompt"]
     rows, start = _bank(prompt, chosen, BANK_TOKENS[model.name])
     return Activations(
         name=model.name,
@@ -207,18 +205,13 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
     """GPT-OSS-20B: generated tokens of prompts with text; repeating and doubled prompts dropped."""
     folder = data / "gpt_oss_20b_experts"
     model = load_model("gpt-oss-20b")
-    path = folder / "prompts.jsonl"
-    try:
-        with path.open(encoding="utf-8") as stream:
-            table = [json.loads(line) for line in stream]
-    except (OSError, ValueError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
+    table = [row for _, row in json_rows(folder / "prompts.jsonl")]
     vectors = np.load(folder / "prompt_embeddings_minilm.npy").astype(np.float32)
     clean = np.array([i for i, row in enumerate(table) if not row["has_repetition"]])
     group = near_duplicates(vectors[clean], NEAR_DUPLICATE_COSINE)
     chosen = clean[group == np.arange(len(clean))]
     counts, sets = _routing(folder, chosen, model.experts)
-    prompt = _archive(folder / "token_routing.npz", ("prompt",))["prompt"]
+    prompt = read_arrays(folder / "token_routing.npz", _FIX)["prompt"]
     rows, start = _bank(prompt, chosen, BANK_TOKENS[model.name])
     task = np.array([OSS_TASKS.index(_oss_task(table[i])) for i in chosen])
     fine = [table[i]["category"].lower().replace(" ", "_") for i in chosen]

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, csv_rows, write_json
+from servegym._files import csv_rows, write_json
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,
@@ -228,15 +228,8 @@ def fit_azure(times: np.ndarray) -> dict[str, float]:
 
 def read_hourly(path: Path) -> np.ndarray:
     """Requests per hour of the whole days with more than 100 an hour: float64 (days, 24)."""
-    counts: dict[int, float] = {}
-    fix = "give the table with columns hour_start_s, requests"
-    for line, row in csv_rows(path, ("hour_start_s", "requests")):
-        try:
-            counts[int(row["hour_start_s"]) // 3600] = float(row["requests"])
-        except ValueError as error:
-            raise MalformedFileError(
-                path, line, "hour_start_s/requests", f"unreadable ({error})", fix
-            ) from error
+    rows = csv_rows(path, ("hour_start_s", "requests"))
+    counts = {int(row["hour_start_s"]) // 3600: float(row["requests"]) for _, row in rows}
     hours = range((max(counts) + 1) // 24 * 24)
     days = np.array([counts.get(hour, 0.0) for hour in hours]).reshape(-1, 24)
     return days[days.mean(axis=1) > 100]

@@ -61,7 +61,7 @@ def _start_row(
     cold = np.maximum(main, remote)
     return head | {
         "prompts": len(cold),
-        "container_s": system.container_start_main_s,
+        "container_s": system.container_start_s,
         "main_s": float(main.mean()),
         "remote_s": float(remote.mean()),
         **billing.with_interval("cold_s", cold),

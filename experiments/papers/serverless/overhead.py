@@ -59,7 +59,7 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
         timed["MMP"], _ = _timed(
             lambda load=load: worst_cases(system, load, billing.TTFT_S, billing.TPOT_S)
         )
-        modelled = {"container start": 1e3 * system.container_start_main_s}
+        modelled = {"container start": 1e3 * system.container_start_s}
         for reading in READINGS:
             timed[f"decide ({reading})"], decision = _timed(
                 lambda load=load, r=reading: remoe(system, load, reading=r, **billing.LIMITS)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.expert_placement.feasibility import server_view
 from servegym.baselines.expert_placement.heuristics import uniform
 from servegym.baselines.expert_placement.initial_placement import LinkQueueModel
 from servegym.baselines.expert_placement.kernel.link_queues import CALLS, count_bits, remote_calls
 from servegym.baselines.expert_placement.system import PlacementSystem
+from servegym.envs.expert_placement.cluster import server_view
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.workloads.expert_sets import bit_sets
 

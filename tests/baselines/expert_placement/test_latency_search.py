@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from servegym.baselines.expert_placement.feasibility import check_placement, server_view
 from servegym.baselines.expert_placement.heuristics import redundance, uniform
 from servegym.baselines.expert_placement.kernel import layer_costs as kernel
 from servegym.baselines.expert_placement.latency_search import latency_dp
@@ -13,6 +12,7 @@ from servegym.baselines.expert_placement.layer_costs import LayerCostModel
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.system import PlacementSystem
+from servegym.envs.expert_placement.cluster import check_placement, server_view
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.workloads.expert_sets import set_bits

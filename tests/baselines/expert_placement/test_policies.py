@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from servegym.baselines.expert_placement import PlacementSystem
-from servegym.baselines.expert_placement.feasibility import check_placement
 from servegym.baselines.registry import list_policies, make_policy
+from servegym.envs.expert_placement.cluster import check_placement
 
 env_module = pytest.importorskip("servegym.envs.expert_placement.env")
 NAMES = [info.name for info in list_policies("expert_placement")]

@@ -3,7 +3,6 @@
 import numpy as np
 
 from servegym.baselines.expert_placement import PlacementSystem
-from servegym.baselines.expert_placement.feasibility import check_placement
 from servegym.baselines.expert_placement.heuristics import uniform, whole_layer
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
@@ -11,6 +10,7 @@ from servegym.baselines.expert_placement.simulation_search import (
     SimulatedLatency,
     latency_local_search,
 )
+from servegym.envs.expert_placement.cluster import check_placement
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 

@@ -154,9 +154,6 @@ class Reference:
         self.remote = [[0.0, 0] for _ in range(cluster.num_servers)]
         self.bytes = 0.0
         self.loads = 0
-        # Experts in a server's host memory: when each is there, in order of the last use.
-        self.ram = [{i: 0.0 for i in range(int(held))} for held in cluster.host_slots]
-        self.drives = [Queue() for _ in range(cluster.num_servers)]
 
     # ------------------------------------------------------------------ helpers
 
@@ -176,23 +173,7 @@ class Reference:
         return tokens * rate + self.cluster.pcie_latency_s
 
     def load_seconds(self):
-        cluster = self.cluster
-        return (cluster.fetch_overhead_s or 0.0) + cluster.expert_bytes / cluster.weight_bytes_s
-
-    def in_ram(self, n, i):
-        """When an expert is in the host memory of a server."""
-        ram = self.ram[n]
-        if i not in ram:
-            seconds = self.cluster.expert_bytes / self.cluster.nvme_bytes_s
-            there = self.drives[n].serve(self.now, seconds)
-            if len(ram) == self.cluster.host_slots[n]:
-                old = next((k for k, ready in ram.items() if ready <= self.now), None)
-                if old is None:
-                    return there
-                del ram[old]
-            ram[i] = there
-        ram[i] = ram.pop(i)
-        return max(self.now, ram[i])
+        return self.cluster.expert_bytes / self.cluster.pcie_bytes_s
 
     # --------------------------------------------------------------- main loop
 
@@ -510,8 +491,7 @@ class Reference:
         self.loads += 1
         servers = {g.server for g in self.holders[wanted[0]]}
         if self.source == "host" or gpu.server in servers:
-            ready = self.in_ram(gpu.server, wanted[0])
-            self.later(ready + self.load_seconds(), self.loaded, gpu)
+            self.later(self.now + self.load_seconds(), self.loaded, gpu)
         else:
             n, cluster = gpu.server, self.cluster
             nearest = min(

@@ -31,8 +31,8 @@ class Cache:
     def victim(self):
         return min(self.gpu.holds, key=lambda i: (self.worth(i), i), default=None)
 
-    def fetch(self, i, ready, seconds):
-        self.channel = max(ready, self.channel) + seconds
+    def fetch(self, i, now, seconds):
+        self.channel = max(now, self.channel) + seconds
         if self.full and self.gpu.holds:
             self.gpu.holds.remove(self.victim())
         if not self.full:
@@ -62,11 +62,8 @@ class Offload(Reference):
 
     def fetch(self, cache, i):
         cluster = self.cluster
-        cost = cluster.fetch_overhead_s
-        cost = cluster.message_cost_s if cost is None else cost
         self.loads += 1
-        ready = self.in_ram(cache.gpu.server, i)
-        return cache.fetch(i, ready, cost + cluster.expert_bytes / cluster.weight_bytes_s)
+        return cache.fetch(i, self.now, cluster.message_cost_s + self.load_seconds())
 
     def calls(self, request):
         self.trace.append((self.now, "calls", request.number))

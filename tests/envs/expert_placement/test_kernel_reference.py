@@ -105,19 +105,8 @@ def random_cluster(rng, **options):
         message_cost_s=float(rng.choice([0.0, 1e-3])),
         pcie_latency_s=float(rng.choice([1e-5, 1e-2])),
         gpu_speed=rng.uniform(0.5, 2.0, sum(gpus)) if rng.random() < 0.7 else 1.0,
-        **random_loads(rng, model) if rng.random() < 0.5 else {},
         **options,
     )
-
-
-def random_loads(rng, model):
-    """Loads with a cost of their own, from a host memory with room for some of the experts."""
-    return {
-        "weight_bytes_s": float(rng.uniform(1e9, 1e10)),
-        "fetch_overhead_s": float(rng.choice([0.0, 1e-3])),
-        "host_bytes": model.expert_bytes * rng.uniform(1.0, model.layers * model.experts),
-        "nvme_bytes_s": float(rng.uniform(1e8, 3e9)),
-    }
 
 
 def compare(sim, ref):
@@ -131,7 +120,6 @@ def compare(sim, ref):
     np.testing.assert_array_equal(state.gpu["free"], [g.queue.free for g in ref.gpus])
     for g in ref.gpus:
         assert set(np.flatnonzero(state.resident[g.number])) == g.holds
-    compare_host_memory(state, ref)
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
         assert state.link["free"][at] == lane.free
@@ -172,15 +160,6 @@ def compare_caches(sim, ref):
         coming = {int(i): ready[g.number, i] for i in np.flatnonzero(ready[g.number])}
         assert coming == cache.coming
         assert gpu["used"][g.number] == len(g.holds) + len(coming) <= g.slots
-
-
-def compare_host_memory(state, ref):
-    if len(state.host):
-        for held, ram in zip(state.host, ref.ram, strict=True):
-            there = np.flatnonzero(held["ready"] >= 0)
-            assert {i: held["ready"][i] for i in there.tolist()} == ram
-    drives = [drive.free for drive in ref.drives]
-    np.testing.assert_array_equal(state.server["drive_free"], drives)
 
 
 def build_pair(seed, link_model, messages, choice, source, span=0.3, **options):

@@ -136,11 +136,11 @@ def serve(s, request, plan, cold_main=True, cold_replicas=None):
     total += sum(cold_replicas[m] * remote_mb[m] for m in range(len(moe)))
     main_start, starts = 0.0, [0.0] * len(moe)
     if cold_main:
-        main_start = s.container_start_main_s + (total if s.load_shared else local_mb) / s.load_mb_s
+        main_start = s.container_start_s + (total if s.load_shared else local_mb) / s.load_mb_s
     for m in range(len(moe)):
         if cold_replicas[m]:
             read = total if s.load_shared else remote_mb[m]
-            starts[m] = s.container_start_remote_s + read / s.load_mb_s
+            starts[m] = s.container_start_s + read / s.load_mb_s
     Tcold = max([main_start, *starts])
 
     # Eq. 6 and 7.
