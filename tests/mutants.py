@@ -78,10 +78,6 @@ CHANGES = {
     (ROUTING, "queues.py"): [
         # Preemption frees the oldest request's blocks.
         ("        slot = expert.newest\n", "        slot = expert.oldest\n", BINDS),
-        # A cached block stays although its memory is taken.
-        ("max(expert.free_head, expert.free_tail - expert.free)", "expert.free_head", BINDS),
-        # A cached block that was given to another request is found again.
-        ("free_head - request.segment, 0)", "free_head - request.segment - 1, 0)", BINDS),
         (">= config.waiting_capacity or expert.down != 0", ">= config.waiting_capacity", FAILING),
     ],
     (ROUTING, "iterations.py"): [

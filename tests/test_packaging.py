@@ -1,7 +1,6 @@
 """The traps of the package layout, each with its guard."""
 
 import ast
-import configparser
 import functools
 import importlib
 import importlib.metadata
@@ -94,8 +93,16 @@ def _imported(path):
     """The full names that a file imports: of modules, and of what it takes from them."""
     names, tree = [], ast.parse(path.read_text(encoding="utf-8"))
     if path.stem == "__init__":  # what a package loads at first use, it names for type checkers
-        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.dump(node)]
-    for node in ast.walk(tree):
+        tree.body = [
+            node
+            for node in tree.body
+            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        ]
+    left = list(tree.body)
+    while left:  # statements alone: the many expressions hold no import
+        node = left.pop()
+        for part in ("body", "orelse", "finalbody", "handlers"):
+            left += getattr(node, part, ())
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -153,13 +160,6 @@ def test_no_module_shadows_the_standard_library(sources):
     """Python puts a script's folder first on the path: agents/random.py would replace random."""
     names = {path.stem for path in sources} | {path.parent.name for path in sources}
     assert names & set(sys.stdlib_module_names) <= {"__init__", "__main__"}
-
-
-def test_setup_cfg_has_no_metadata(root):
-    config = configparser.ConfigParser()
-    config.read(root / "setup.cfg")
-    taken = [name for name in config.sections() if name.split(":")[0] in ("metadata", "options")]
-    assert taken == [] and not any(name.startswith("options") for name in config.sections())
 
 
 def test_no_folder_is_imported_by_its_bare_name(root, sources):

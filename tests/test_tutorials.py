@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "tutorials"
 
 
-QUICK = ("add_a_policy.py", "compare_two_policies.py")
+QUICK = ("compare_two_policies.py",)
 
 
 @pytest.mark.parametrize(

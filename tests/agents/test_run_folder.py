@@ -5,7 +5,7 @@ import re
 import shlex
 import signal
 import time
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from servegym.agents import load_policy, ppo, rpi
-from servegym.agents.lib import evaluation, run_log
-from servegym.agents.lib.arguments import RunArgs, run_agent
+from servegym.agents.lib import run_log
+from servegym.agents.lib.arguments import run_agent
 from servegym.agents.lib.checkpoint import AGENTS
 from servegym.agents.lib.run_log import RunLog
-from servegym.experiments.evaluation.evaluate import evaluate
 
 from ..runner import servegym
-from .runs import ROUTING, TINY, lines, tiny
+from .runs import TINY, lines, tiny
 
 POLICIES = [next(name for name, (agent, _) in TINY.items() if agent == each) for each in AGENTS]
 
@@ -246,22 +245,6 @@ def test_every_number_of_every_agent_has_bounds(agent):
                 args(**{field.name: value}).check()
 
 
-def test_a_number_of_a_new_agent_has_no_bounds_of_others(tmp_path):
-    @dataclass
-    class Args(RunArgs):
-        log_alpha: float = -3.5
-        lam: float = 2.0
-        total_timesteps: int = 1
-
-    @run_log.saves_when_interrupted
-    def train(args):
-        return RunLog(args, "new").run
-
-    assert (train(Args(out_dir=str(tmp_path))) / "metrics.jsonl").exists()
-    with pytest.raises(ValueError, match="^log_alpha="):
-        train(Args(log_alpha=np.nan))
-
-
 def test_an_id_is_looked_up_among_the_families(tmp_path):
     with pytest.raises(ValueError, match="Did you mean 'servegym/LLMRoutingSummary-v3'"):
         ppo.train(tiny("ppo", tmp_path, env_id="servegym/LLMRoutingSummery-v1")[1])
@@ -270,32 +253,3 @@ def test_an_id_is_looked_up_among_the_families(tmp_path):
     policy = load_policy(ppo.train(tiny("ppo", tmp_path, env_id=prefixed)[1]))
     assert policy.env_view == "experts"
     assert policy.training_env["reward"] == "completed_qos"
-
-
-@pytest.mark.parametrize(
-    ("env_id", "kwargs", "column"),
-    [
-        (ROUTING, {"num_experts": 3, "episode_requests": 40}, "avg_qos"),
-        ("servegym/ServerlessMoEFlat-v1", {"model": "toy", "episode_requests": 12}, "mean_reward"),
-        ("servegym/PrefixRoutingFlat-v3", {"num_replicas": 2, "episode_requests": 20}, "return"),
-        (
-            "servegym/ExpertPlacement-v0",
-            {"model": "toy", "epochs": 2, "epoch_s": 40.0, "mean_interarrival_s": 4},
-            "mean_latency_s",
-        ),
-    ],
-)
-def test_the_rule_beside_a_learner_is_what_evaluate_says(env_id, kwargs, column):
-    kwargs |= {"split": "val"}
-    if column == "avg_qos":
-        kwargs |= {"reward": "completed_qos"}
-    played = evaluation.play_rule(env_id, 3, 10_000, **kwargs)
-    rows = evaluate(env_id, [played.rule], 3, 10_000, kwargs)
-    values = {
-        "avg_qos": played.returns / 40,
-        "mean_reward": played.returns / 12,
-        "return": played.returns,
-        "mean_latency_s": played.kpis.get("mean_latency_s"),
-    }[column]
-    assert values == pytest.approx([row[column] for row in rows])
-    assert evaluation.play_rule("CartPole-v1", 1, 0) is None

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import servegym.agents
-from servegym.agents import load_policy, ppo
+from servegym.agents import load_policy
 from servegym.agents.lib.arguments import run_agent
 from servegym.agents.lib.checkpoint import (
     AGENTS,
@@ -30,15 +29,18 @@ from servegym.agents.lib.checkpoint import (
     write_checkpoint,
 )
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.run_log import Interrupted, RunLog, Status, evaluation_due
-from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.agents.lib.run_log import Interrupted, RunLog
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.evaluation.evaluate import evaluate
 
 from .runs import ROUTING, TINY, lines, tiny
 
-every_policy = pytest.mark.parametrize("policy", TINY)
+AGAIN = ("baseline_rl", "fleet_search", "prefix_search")  # of agents that have another run
+every_policy = pytest.mark.parametrize(
+    "policy",
+    [pytest.param(one, marks=pytest.mark.slow) if one in AGAIN else one for one in TINY],
+)
 every_agent = pytest.mark.parametrize("agent", AGENTS)
 
 
@@ -227,23 +229,6 @@ def test_a_flipped_byte_of_a_checkpoint_is_seen(tmp_path):
     assert read_content(other)[0] == {"agent": "ppo"}
 
 
-def test_a_flipped_byte_of_a_snapshot_is_seen(tmp_path):
-    path, args = tmp_path / "state.safetensors", ppo.Args()
-    content = {
-        "x": torch.ones(3),
-        "one": torch.ones(1).expand(1, 1),
-        "none": torch.ones(0, 2),
-        "n": 2,
-    }
-    save_snapshot(path, "ppo", args, content)
-    assert load_snapshot(path, "ppo", args)["n"] == 2
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="resume: .*damaged.*sha256"):
-        load_snapshot(path, "ppo", args)
-
-
 def test_a_collapsed_policy_is_warned_of():
     def drop(obs, mask):
         return np.zeros(len(mask), np.int64)
@@ -277,24 +262,12 @@ def test_every_logged_number_is_explained(root: Path) -> None:
     assert explained - logged == set()
 
 
-def test_wandb_is_told_every_argument_and_every_number(tmp_path, monkeypatch):
-    begun, rows = [], []
+def test_wandb_and_tensorboard_are_told_every_number(tmp_path, monkeypatch):
+    begun, rows, made, told = [], [], [], {}
     wandb = SimpleNamespace(init=lambda **words: begun.append(words))  # the real one takes a second
     wandb.log = lambda row, step: rows.append((step, row))
     wandb.finish = lambda: begun.append("finished")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    module, args = tiny("ppo", tmp_path, track=True)
-    run = module.train(args)
-    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row for _, row in rows] == log and len(log) > 2
-    assert [step for step, _ in rows] == [row["global_step"] for row in log]
-    first, last = begun
-    assert first["config"] == asdict(args) and first["dir"] == str(run) and last == "finished"
-    assert (first["project"], first["name"]) == ("servegym", "run")
-
-
-def test_tensorboard_has_every_number_where_it_is_installed(tmp_path, monkeypatch):
-    made, told = [], {}
 
     class SummaryWriter:
         def __init__(self, folder, purge_step):
@@ -308,34 +281,15 @@ def test_tensorboard_has_every_number_where_it_is_installed(tmp_path, monkeypatc
 
     module = SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    agent, args = tiny("ppo", tmp_path)
+    agent, args = tiny("ppo", tmp_path, track=True)
     run = agent.train(args)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert made == [(str(run), None), "closed"]
-    assert list(told) == [row["global_step"] for row in rows] and told[0] == rows[0]
-    args.total_timesteps, args.resume = 500, True
-    agent.train(args)
-    assert made[2:] == [(str(run), rows[-1]["global_step"]), "closed"]
-
-
-def test_routers_are_evaluated_early():
-    steps = [k for k in range(0, 120_000, 256) if evaluation_due(50_000, k - 256, k)]
-    assert steps == [0, 2048, 5120, 10_240, 20_224, 30_208, 50_176, 100_096]
-    assert [k for k in range(9_000) if evaluation_due(3_000, k - 1, k)] == [0, 2000, 3000, 6000]
-
-
-def test_the_thread_that_tells_a_run_ends_with_it(capsys):
-    status = Status("ppo", Console(), 7)
-    kept = {type(value).__name__ for value in vars(status).values()}
-    assert not {"Tensor", "RunLog", "Progress"} & kept
-    run, status.phase, told = status.run, "evaluating", ""
-    status.run = lambda: run(0.01)
-    status.start()
-    while "ppo: evaluating, step 7" not in told:
-        told += capsys.readouterr().out
-    assert not status.daemon
-    status.close()
-    assert not status.is_alive()
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row for _, row in rows] == log and len(log) > 2
+    assert [step for step, _ in rows] == [row["global_step"] for row in log] == list(told)
+    assert told[0] == log[0] and made == [(str(run), None), "closed"]
+    first, last = begun
+    assert first["config"] == asdict(args) and first["dir"] == str(run) and last == "finished"
+    assert (first["project"], first["name"]) == ("servegym", "run")
 
 
 def test_a_run_in_an_environment_of_another_package_goes_on(tmp_path):

@@ -76,27 +76,6 @@ def test_each_beats_a_plain_rule_on_prompts_never_trained_on(family, name):
         assert trained > ratio * plain, (plain, trained)
 
 
-@pytest.mark.parametrize(("family", "name"), LEARNED)
-def test_each_serves_a_system_of_another_size(family, name):
-    kwargs = {
-        "llm_routing": {"episode_requests": 50, "rate": 4.0, "num_experts": 3},
-        "expert_placement": {
-            "scenario": "paper_testbed",
-            "model": "toy",
-            "epochs": 1,
-            "cluster_kwargs": {"gpus": [1, 2, 1, 1]},
-        },
-        "prefix_routing": {"episode_requests": 50, "num_replicas": 3},
-    }.get(family)
-    if kwargs is None or name == "direct_search":
-        pytest.skip("is of one size")
-    (row,) = evaluate(family_named(family).env_id, [shipped(family)[name]], 1, env_kwargs=kwargs)
-    if family == "llm_routing":
-        assert row["avg_qos"] > 0.4
-    elif family == "expert_placement":
-        assert row["mean_latency_s"] > 0 and row["migrations"] == 1
-
-
 def test_the_agents_name_means_its_file_for_the_cluster():
     of_agent = shipped("expert_placement")
     kwargs = {"scenario": "paper_testbed", "split": "eval"}

@@ -9,7 +9,7 @@ from servegym.agents.lib.environments import make_envs
 from servegym.baselines.llm_routing.system import RoutingSystem
 
 from ..routing_systems import moved, permuted
-from .runs import lines, tiny
+from .runs import lines
 
 
 def a_system():
@@ -19,11 +19,6 @@ def a_system():
 def an_agent(system=None):
     torch.manual_seed(0)
     return td.Agent(system or a_system())
-
-
-def test_nothing_comes_from_the_estimator():
-    source = open(td.__file__, encoding="utf-8").read()
-    assert "latency import" not in source and "features import" not in source
 
 
 def test_the_value_of_sending_is_that_of_the_queue_with_the_request_less_without(random_obs):
@@ -108,10 +103,3 @@ def test_a_short_training_rises_far_above_random_weights(tmp_path):
     args = td.Args(total_timesteps=150_000, eval_every=150_000, out_dir=str(tmp_path))
     rows = [row for row in lines(td.train(args)) if "eval/avg_qos" in row]
     assert rows[-1]["eval/avg_qos"] > rows[0]["eval/avg_qos"] + 0.1
-
-
-def test_drawn_fleets_are_learnt_from_too(tmp_path):
-    drawn = ("fleet=random", "episode_requests=60")
-    module, args = tiny("td_afterstates", tmp_path, set=drawn)
-    rows = lines(module.train(args))
-    assert any("eval/avg_qos" in row for row in rows)

@@ -31,14 +31,10 @@ PREFIX = {
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
-        (ROUTING, {"rate": 5.0}),
         (ROUTING, {"rate": 12.0}),
         (ROUTING, {"fleet": "h100-8"}),
-        (ROUTING, {"rate": 5.0, "num_experts": 3}),
         (PREFIX, {"rate": 45.0}),
-        (PREFIX, {"rate": 60.0}),
         (PREFIX, {"scenario": "hot-tenant", "rate": 90.0}),
-        (PREFIX, {"scenario": "mixed-cards", "rate": 48.0}),
     ],
 )
 def test_its_sum_orders_policies_as_the_outcome(family, setting):

@@ -57,36 +57,3 @@ def placement_rows(root):
     doc = placement_text(root)
     lines = (line.strip().strip("|").split("|") for line in doc.splitlines() if line.count("|") > 3)
     return [[cell.strip() for cell in line] for line in lines]
-
-
-def test_placement_states_every_scenario_with_its_cluster_and_load(root):
-    cluster = module("expert_placement", "cluster")
-    config = module("expert_placement", "config")
-    told = {
-        row[0].replace("`", "").removesuffix(" (default)"): row[1:] for row in placement_rows(root)
-    }
-    scales = "scale_4, scale_8, ... scale_256"
-    names = [name for name in cluster.list_scenarios() if not name.startswith("scale")] + [scales]
-    assert set(names) <= set(told)
-    assert cluster.list_scenarios()[-1] == "scale_256" and "scale_8" in cluster.list_scenarios()
-    for name in names:
-        gpus, links, load = (  # one that is as another says so by name
-            cell + told.get(cell.partition("as `")[2].partition("`")[0], ["", "", ""])[k]
-            for k, cell in enumerate(told[name])
-        )
-        given = cluster.scenario("scale_8" if name == scales else name)
-        assert gpus.startswith(", ".join(map(str, given["gpus"])))
-        if name != "drift":
-            rates = given["nic_bps"]
-            rates = rates if isinstance(rates, tuple) else (rates,)
-            assert f"{', '.join(f'{rate / 1e6:g}' for rate in rates)} Mbit/s" in links
-            assert f"message a{'n expert' if 'expert' in given['messages'] else ' server'}" in links
-        if "tokens" in load:
-            assert f"{given['output_tokens']} tokens" in load or name == scales
-        if "in " in load:
-            assert f"{given['mean_interarrival_s']:g} s" in load
-        assert (f"every {given.get('rotate_s', 0):g} s" in load) == ("rotate_s" in given)
-    slots = config.build_problem().cluster
-    doc = placement_text(root)
-    assert f"{slots.slots[0]} of the {slots.layers * slots.experts:,} of" in doc
-    assert f"{slots.slots[-1]} on others" in doc

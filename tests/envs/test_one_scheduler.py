@@ -13,7 +13,7 @@ from servegym.hardware_profiles import load
 
 from .prefix_routing.reference import requests_with
 
-TRACES = 150
+TRACES = 60
 HOST = {"step_s": 0.0, "sequence_s": 0.0, "token_s": 0.0}
 API = {"api_in_s": 0.0045, "api_request_s": 0.0011, "api_out_s": 0.003}
 

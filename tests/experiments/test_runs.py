@@ -51,24 +51,6 @@ def test_a_curve_goes_through_the_evaluations_beside_its_rule(tmp_path, figures)
     assert figures[0].get_xscale() == "symlog"
 
 
-def test_rules_of_different_episodes_have_the_colours_of_their_runs(tmp_path, figures):
-    runs = [
-        make_run(tmp_path / "a" / "ppo_1", PLACEMENT, {0: 30, 256: 8}, rule=17),
-        make_run(tmp_path / "b" / "ppo_1", PLACEMENT, {0: 20, 256: 7}, rule=16),
-        make_run(tmp_path / "b" / "ppo_2", PLACEMENT, {0: 20, 256: 7.5}, rule=None),
-    ]
-    draw_runs(runs)
-    first, second, third, *rules = figures[0].lines
-    colours = [line.get_color() for line in (first, second)]
-    assert [(line.get_ydata()[0], line.get_color()) for line in rules] == [
-        (17, colours[0]),
-        (16, colours[1]),
-    ]
-    assert third.get_color() not in colours and figures[0].get_xscale() == "linear"
-    assert {text.get_text() for text in figures[0].texts} >= {f"{runs[0]} 8", f"{runs[1]} 7"}
-    assert "latency, s (lower is better)" in figures[0].get_ylabel()
-
-
 def test_an_environment_of_another_package_has_a_curve(tmp_path, figures):
     draw_runs([make_run(tmp_path / "x", "CartPole-v1", {0: 20, 100: 200}, rule=None)])
     assert len(figures[0].lines) == 1 and figures[0].get_ylabel() == "score"

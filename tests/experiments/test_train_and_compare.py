@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -155,22 +154,6 @@ def test_gains_are_over_the_best_heuristic_by_its_interval():
 
 
 @pytest.mark.parametrize(
-    ("level", "when"),
-    [
-        (0.1, "from the first evaluation on"),
-        (0.3, "between 0 and 200 decisions (0.0 to 2.0 CPU s)"),
-        (0.6, "between 200 and 500 decisions (2.0 to 5.0 CPU s)"),
-        (0.8, "never"),
-    ],
-)
-def test_when_the_curve_reaches_a_level(level, when):
-    table = run.summarise_comparison(rows_of({"trained": [0.6], "good": [0.5]}))
-    curve = run.learning_curve([evaluation(0, 0.2), evaluation(200, 0.5), evaluation(500, 0.7)])
-    told = run.findings(table, [*curve, {"policy": run.NAMED[0], "avg_qos": level}])[-1]["text"]
-    assert told.endswith(f") {when}")
-
-
-@pytest.mark.parametrize(
     ("argv", "named"),
     [
         (["--steps", "0"], "--steps"),
@@ -181,17 +164,3 @@ def test_when_the_curve_reaches_a_level(level, when):
 def test_bad_arguments(argv, named):
     with pytest.raises((ValueError, OSError), match=named):
         run.main(argv)
-
-
-def test_a_line_comes_every_ten_seconds(monkeypatch, capsys):
-    now = SimpleNamespace(perf_counter=lambda: clock[0])
-    monkeypatch.setattr(run, "time", now)
-    clock = [100.0]
-    progress = run.Progress(1000)
-    metrics = [evaluation(0, 0.2), evaluation(400, 0.5)]
-    for clock[0] in (100.0, 114.0, 115.5, 120.0, 131.0):
-        progress.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["0 s", "14 s", "31 s"]
-    wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; best heuristic random 0.400; "
-    assert lines[0] == f"{wanted}7 left to measure"

@@ -1,6 +1,5 @@
 """Composed profiles against sums taken layer by layer, shipped profiles, and bad input."""
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -17,7 +16,6 @@ from servegym.hardware_profiles.compose import (
     Composer,
     activation_reserve_bytes,
     compose,
-    interval_places,
 )
 from servegym.hardware_profiles.kernels import load_kernels
 from servegym.hardware_profiles.load import data_path
@@ -127,26 +125,6 @@ def test_decodes_beside_a_chunk_and_unequal_contexts(card):
         assert more.decode_s == pytest.approx(32 * units * token, rel=1e-4)
 
 
-def test_intervals_are_those_of_the_committed_table(root):
-    """Each set's is that of its place; of rows left out 75 to 85 % are inside, by card and TP."""
-    with (root / "experiments" / "results" / "fidelity" / "intervals.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    inside = {}
-    for row in rows:
-        classes = STEP_ERROR[row["step"]][row["class"]]
-        places = interval_places(row["card"], row["engine"], int(row["tp"]))
-        near = next(classes[place] for place in places if place in classes)
-        assert near["bias"] == pytest.approx(float(row["bias"]), abs=6e-4)
-        assert near["sd"] == pytest.approx(float(row["sd"]), abs=6e-4)
-        assert row["model"] in near["models"]
-        if row["step"] == "decode" and row["against"].startswith("vllm"):
-            pair = int(row["rows"]), int(row["rows"]) * float(row["inside"])
-            inside.setdefault((row["card"], row["tp"]), []).append(pair)
-    shares = [np.sum(pairs, axis=0) for pairs in inside.values() if len(pairs) > 1]
-    held = [0.75 <= round(hits / count, 2) <= 0.85 for count, hits in shares]
-    assert len(held) == 12 and sum(held) >= 11
-
-
 def test_an_error_of_every_cause():
     """A model or card not compared widens it; links and engines not told are its ends."""
 
@@ -207,50 +185,6 @@ def test_block_scales_have_products_of_their_own():
     assert not Composer(replace(c.kernels, version=(0, 12)), shape, 8, "fp8_block").padded
     assert Composer(replace(c.kernels, version=(0, 11)), shape, 8, "fp8_block").padded
     assert not Composer(replace(c.kernels, version=(0, 11)), shape, 4, "bf16").padded
-
-
-def test_experts_are_those_of_the_engine():
-    kernels = load_kernels("b200")
-    shapes = [
-        [list(seconds) for _, _, seconds in replace(kernels, version=v).moe_shapes("bf16")]
-        for v in (None, (0, 24), (0, 23))
-    ]
-    assert shapes[0] == shapes[1] != shapes[2]
-    assert "bf16" in kernels.moe_dtypes and not any(" " in name for name in kernels.moe_dtypes)
-
-
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-8b"])
-def test_a_chunk_never_makes_the_decodes_faster(model, kv_dtype):
-    """As many KV heads as heads, or fewer; eight bits of KV cache, too."""
-    profile = compose("l40s", model, kv_dtype=kv_dtype, engine="vllm@0.24")
-    assert "mixed_decode_attention_s" in profile.law
-    for b in (1, 7, 64, 200):
-        for x in (1, 60, 900, 4000):
-            alone = profile.decode_s(b, b * x)
-            assert profile.mixed_step_s([(16, 0)], b, b * x) >= alone
-
-
-@pytest.mark.parametrize(
-    ("card", "model", "options"),
-    [
-        ("h100", "qwen3-30b-a3b", {}),
-        ("h200", "qwen3-235b-a22b", {"tp": 4, "dtype": "fp8_block"}),
-        ("b200", "gpt-oss-120b", {"tp": 2}),
-        ("rtxpro6000", "qwen3-30b-a3b", {"dp": 2, "ep": 2}),
-    ],
-)
-def test_the_estimate_of_experts_holds_for_large_batches(card, model, options):
-    """Within 15 % of the law from 1 to 256 sequences, and in its prompts."""
-    profile = compose(card, model, **options)
-    for b in (1, 3, 10, 40, 100, 256):
-        for x in (20, 700, 1500):
-            guess = profile.estimator.decode_s(b, b * x)
-            assert guess == pytest.approx(profile.decode_s(b, b * x), rel=0.15)
-    for prompt in (5, 100, 1000):
-        guess = profile.estimator.prefill_s(prompt)
-        assert guess == pytest.approx(profile.prefill_s(prompt), rel=0.15)
-    assert type(profile).from_dict(profile.to_dict()).estimator == profile.estimator
 
 
 def test_replicas_that_share_their_experts():
@@ -406,28 +340,17 @@ def test_a_kv_cache_in_eight_bits():
         ("h200x", "llama-3.1-8b", {}, "card: got 'h200x'; did you mean"),
         ("h100", "llama-8b", {}, "model: got 'llama-8b'; did you mean"),
         ("h100", "llama-3.1-8b", {"tp": 3}, "tp: got 3; all-reduces on h100 are known for 1, 2"),
-        ("h100", "llama-3.1-8b", {"tp": 0}, "tp: got 0; must be a whole number >= 1"),
         ("h100", "qwen2.5-7b", {"tp": 8}, "tp: got 8; must divide the 28 attention heads"),
-        ("h100", "phi-4", {"tp": 4}, "tp: got 4; must divide the 10 KV heads of phi-4"),
         ("h100", "llama-3.1-8b", {"dtype": "int4"}, "dtype: got 'int4'"),
         ("a100-80g", "llama-3.1-8b", {"dtype": "fp8"}, "dtype: got 'fp8'; a100-80g was timed with"),
-        ("a100-80g", "llama-3.1-8b", {"kv_dtype": "fp8"}, "kv_dtype: got 'fp8'; a100-80g was"),
-        ("h100", "llama-3.1-8b", {"dtype": "nvfp4"}, "dtype: got 'nvfp4'; h100 was timed with"),
         ("h200", "deepseek-v3", {"dtype": "fp8"}, "the smallest that fits is --tp 8"),
-        ("a100-80g", "deepseek-v3", {"dtype": "fp8"}, "dtype: got 'fp8_block'; a100-80g was timed"),
-        ("rtxpro6000", "deepseek-v3", {"dtype": "fp8", "tp": 8}, "latent attention was timed on"),
         ("h100", "qwen3-30b-a3b", {"tp": 4, "ep": 2}, "ep: got 2; must be 1 or tp = 4"),
         ("h100", "llama-3.1-8b", {"tp": 2, "ep": 2}, "ep: got 2; must be 1: llama-3.1-8b has no"),
         ("l40s", "llama-3.1-70b", {}, "the weights of llama-3.1-70b .* fits is --tp 4"),
         ("h100", "llama-3.1-8b", {"link": "nvlink"}, "link: got 'nvlink', but one card has no"),
-        ("l40s", "llama-3.1-8b", {"tp": 2, "link": "nvlink"}, r"of l40s's \(pcie-8xl40s-vllm, "),
         ("l40s", "llama-3.1-8b", {"tp": 2, "link": "pcie"}, "link: got 'pcie'; must be one of"),
-        ("l40s", "llama-3.1-8b", {"tp": 2, "link": "1e9"}, "link: got '1e9'; must be from .* to"),
         ("h100", "llama-3.1-8b", {"engine": "sglang@0.5"}, "engine: got 'sglang@0.5'; must be vl"),
-        ("h100", "llama-3.1-8b", {"engine": "vllm@new"}, "engine: got 'vllm@new'; must be vllm@V"),
-        ("l40s", "llama-3.1-8b", {"tp": 2, "link": -3.0}, "link: got -3.0; must be from"),
         ("l40s", "llama-3.1-8b", {"dp": 2}, "dp: got 2; needs experts that are spread over all 2"),
-        ("h100", "qwen3-30b-a3b", {"dp": 2, "ep": 1}, "dp: got 2; needs experts"),
         ("rtx4090", "gpt-oss-20b", {}, "no such mixture-of-experts kernel was timed on rtx4090"),
     ],
 )

@@ -18,14 +18,6 @@ RTX = "rtx4090-llama-3.1-8b"
 HOST = {"step_s": 0.003, "sequence_s": 2e-5, "token_s": 1e-6}
 
 
-def test_absent_host_leaves_every_table_alone():
-    profile = load(RTX)
-    assert profile.host == {} and "host" not in profile.to_dict()
-    bare = profile.with_host(HOST).with_host({})
-    for mine, theirs in zip(bare.tables(), profile.tables(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("name", [RTX, "h100-llama-3.1-8b", "paper-linear-01"])
 def test_the_shares_add_up(name):
     profile = load(name)
@@ -81,17 +73,6 @@ def test_environments_leave_out_the_times_of_a_request():
 def test_wrong_times_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         load(RTX).with_host(HOST | wrong)
-
-
-def test_the_engine_sees_the_host():
-    """One request alone: a prefill and nine decodes, each 4 ms longer."""
-    profile = load(RTX)
-    host = {"step_s": 0.004, "sequence_s": 0.0, "token_s": 0.0}
-    first, then = (
-        replay([0.0], [100], [10], profile=p)[0] for p in (profile, profile.with_host(host))
-    )
-    assert then["ttft_s"] - first["ttft_s"] == pytest.approx(0.004)
-    assert then["e2e_s"] - first["e2e_s"] == pytest.approx(0.04)
 
 
 def test_sequences_beyond_256_take_less():

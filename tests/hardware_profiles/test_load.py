@@ -9,12 +9,10 @@ import pytest
 from servegym._files import read_json, write_json
 from servegym.hardware_profiles import (
     Profile,
-    list_fleets,
     list_profiles,
     load,
     load_fleet,
 )
-from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import WARNED_PROFILES
 from servegym.hardware_profiles.load import data_path
 
@@ -110,22 +108,6 @@ def test_paper_linear_is_equations_13_and_14(index):
     assert p.kv_capacity_tokens == load(RTX).kv_capacity_tokens
 
 
-def test_fleets_have_twelve_experts_of_the_named_models():
-    models = (
-        "Mistral-7B-Instruct-v0.2",
-        "vicuna-7b-v1.5",
-        "chatglm2-6b",
-        "alpaca-7b",
-        "Qwen1.5-7B-Chat",
-        "gemma-7b-it",
-    )
-    for name in list_fleets():
-        fleet = load_fleet(name)
-        assert len(fleet.profiles) == 12 and len(set(fleet.models)) == 12
-        assert fleet.models[:6] == models
-        assert set(fleet.models) <= set(served_models())
-
-
 def test_served_model_sets_the_kv_memory():
     fleet = load_fleet("edge-6-homogeneous")
     by_model = dict(zip(fleet.models, fleet.profiles, strict=True))
@@ -175,51 +157,29 @@ def _set(data, path, value):
 
 HOST = {"step_s": 0.003, "sequence_s": 2e-5, "token_s": 1e-6}
 DAMAGE = [
-    (("device",), _set, "field 'device': missing"),
     (("device", "memory_bytes"), _set, "field 'device.memory_bytes': missing"),
     (("device", "memory_bytes"), "24 GB", "'device.memory_bytes': got '24 GB'; must be a fi"),
-    (("device", "usable_memory_fraction"), 1.5, "'device.usable_memory_fraction': got 1.5"),
-    (("format",), "other/1", "field 'format'"),
     (("kind",), "guessed", "'kind': got 'guessed'; must be one of measured, fitted, derived"),
     (("nmae",), "x", "unknown field; did you mean 'name'"),
     (("law", "kind"), "quadratic", "must be one of linear, tabulated"),
-    (("law", "dense_ss"), [1], "'law.dense_ss': unknown field; did you mean 'dense_s'"),
     (("law", "dense_s", 2), -0.01, r"'law.dense_s\[2\]': got -0.01; must be .* at least 0"),
     (("law", "dense_s", 2), 15600.0, "is it in milliseconds"),
-    (("law", "dense_s"), [1.0], "has 1 entries; must have"),
     (("law", "mixed_chunk_s"), 0.01, "'law.mixed_chunk_s': got 0.01.* at most 0.001 seconds"),
-    (("law", "longest_decode_s"), [1e-6, -1e-6], "has 2 entries; must have 9"),
-    (("law", "mixed_decode_attention_s"), [[0.1, 0.2]], "has 1 entries; must have 9"),
-    (("law", "mixed_decode_attention_s", 0, 0), -1.0, "at least 0"),
     (("law", "dense_tokens", 3), 2, r"'law.dense_tokens\[3\]': got 2; must exceed"),
-    (("law", "chunk_attention_s", 1), [0.1], r"'law.chunk_attention_s\[1\]': has 1 entries"),
-    (("law", "decode_attention_s"), 3, "must be a list"),
-    (("estimator", "base_s"), 16.9, "is it in milliseconds"),
     (("estimator", "base_s"), _set, "field 'estimator.base_s': missing"),
     (
         ("domain", "max_context_tokens"),
         0,
         "'domain.max_context_tokens': got 0; must be .* at least 1",
     ),
-    (("domain", "max_decode_sequences"), 2.5, "must be a whole number"),
     (("fit_error", "dense_random_third"), {"points": 3}, "dense_random_third.median': missing"),
-    (("step_error",), {"prefill": {"bias": 0.0, "sd": 0.1}}, "'step_error.decode': missing"),
-    (
-        ("step_error", "prefill", "sd"),
-        -0.1,
-        "'step_error.prefill.sd': got -0.1; must be .* at least 0",
-    ),
     (("engine",), [], r"field 'engine': got \[\]; must be an object"),
     (("host",), {**HOST, "step_s": 3.0}, r"'host.step_s'.*milliseconds"),
-    (("host",), {**HOST, "sequence_s": -1e-6}, r"'host.sequence_s'.*at least 0"),
-    (("host",), {**HOST, "step": 0.1}, r"'host.step'.*did you mean 'step_s'"),
     # Sizes and orders that depend on other fields.
     (("device", "memory_bytes"), 12e9, "no KV block fits"),
-    (("law", "dense_s"), [0.1, 0.2], "has 2 entries; must have"),
     (("law", "dense_s", 2), 0, "no iteration takes no time"),
     (("law", "dense_s", -1), 0.001, "falls at the end of dense_tokens"),
     (("law", "dense_tokens", 0), 1.5, "must start at <= 1"),
-    (("law", "context_tokens", 0), 1, "must start at <= 0"),
     (("model", "kv_bytes_per_token"), 1000, "must be 2 x layers x kv_heads"),
     (("fit_error", "dense_random_third", "p90"), 9.0, "must not decrease"),
 ]
@@ -237,9 +197,7 @@ def test_bad_field_is_refused_with_file_field_and_reason(raw, path, value, messa
     ("field", "value", "message"),
     [
         ("base_s", -1e-3, "at least 0"),
-        ("prefill_s_per_token", 0.0, "take no time"),
         ("decode_s_per_context_token", 0.0, "take no time"),
-        ("decode_s_per_context_token", 25.0, "milliseconds"),
     ],
 )
 def test_bad_linear_law_is_refused(raw_linear, field, value, message):
@@ -270,9 +228,7 @@ def test_bad_file_is_refused(tmp_path, text, message):
         ({"experts": []}, "non-empty list"),
         ({"experts": [{"profile": "a10", "model": "m"}]}, r"experts\[0\].profile'.*did you mean"),
         ({"experts": [{"profile": RTX, "model": "vicuna-7b"}]}, "did you mean 'vicuna-7b-v1.5'"),
-        ({"experts": [{"profile": RTX}]}, r"experts\[0\].model': missing"),
         ({"memory": "shared"}, "must be one of profile, served_model"),
-        ({"size": 3}, "unknown field"),
     ],
 )
 def test_bad_fleet_is_refused(tmp_path, change, message):

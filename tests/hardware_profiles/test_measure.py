@@ -156,21 +156,6 @@ def test_a_query_of_the_address_is_sent(server):
     assert server.seen[0][0] == "/v1/deployments/m/completions?api-version=1"
 
 
-def test_tokens_a_second_are_of_a_loads_own_time(tmp_path, capsys):
-    """Two loads take turns of one second; each turn makes as many requests of ten tokens."""
-    table = ResumableTable(tmp_path / "s.csv", measure_server.COLUMNS, ("load", "request"))
-    row = dict.fromkeys(measure_server.COLUMNS, "") | {"rate_rps": 0.0, "prompt_words": 8}
-    row |= {"ttft_s": 0.1, "tpot_s": 0.1, "e2e_s": 1.0, "output_tokens": 10}
-    for turn in range(4):
-        load = 1 + turn % 2
-        for k in range(load):
-            place = {"load": load, "request": 2 * turn + k, "started_s": turn + 0.01 * k}
-            table.add(row | place)
-    measure_server._print(table)
-    speeds = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert speeds == [10.0, pytest.approx(19.8)]
-
-
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
@@ -178,11 +163,7 @@ def test_tokens_a_second_are_of_a_loads_own_time(tmp_path, capsys):
         ("garbage", "not JSON"),
         ("cut", "ended early"),
         (3 * WORD + b'data: {"object": "error", "message": "engine st"}\n\n' + DONE, "engine st"),
-        (3 * WORD + b'data: {"detail": "Internal Server Error"}\n\n' + DONE, "Internal Server"),
-        (3 * WORD + b'data: {"message": "engine st", "code": 500}\n\n' + DONE, "engine st"),
-        (3 * WORD + b'data: "engine st"\n\n' + DONE, "not JSON of OpenAI"),
         (3 * WORD + b'data: {"choices": [], "usage": 5}\n\n' + DONE, "not JSON of OpenAI"),
-        (3 * WORD + DONE[:-1], "ended early"),
         (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE, "with 'stop'"),
         (DONE, "does the server stream?"),
     ],
@@ -304,23 +285,20 @@ SERVER = ["server", "--model", "m", "--url"]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus"], "gpu, link, server"),
         ([*GPU, "tinny"], "did you mean 'tiny'"),
         ([*GPU, "tiny", "--seconds", "-1"], "seconds"),
         ([*GPU, "tiny", "--memory-gb", "0.01"], "memory-gb is 0.01"),
         ([*SERVER, "127.0.0.1:8000"], "url"),
-        ([*SERVER, "http://x/v1", "--output-tokens", "1"], "output-tokens"),
         ([*SERVER, "http://x/v1", "--requests", "1000000"], "requests"),
         ([*SERVER, "http://x/v1", "--api-key-env", "NOT_SET"], "NOT_SET"),
         ([*SERVER, "http://x/v1", "--api-key-env", "TWO_LINES"], "^api-key has a character"),
-        ([*SERVER, "http://x/v1", "--timeout", "1e40"], "timeout"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, monkeypatch, words, said):
     pytest.importorskip("torch")
     monkeypatch.delenv("NOT_SET", raising=False)
     monkeypatch.setenv("TWO_LINES", "s3cret\n")
-    out = [] if words == ["gpus"] else ["--out", str(tmp_path / "out.csv")]
+    out = ["--out", str(tmp_path / "out.csv")]
     with pytest.raises(ValueError, match=said):
         measure.main([*words, *out])
     assert words[0] == "gpu" or not list(tmp_path.iterdir())

@@ -27,7 +27,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(VALUES, st.booleans(), st.integers(1, 9))
 def test_structure_is_bounded_and_texts_are_none(value, ascii_only, part):
     data = json.dumps(value, ensure_ascii=ascii_only).encode()
@@ -109,7 +109,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.lists(PIECES, max_size=25), st.lists(st.integers(0, 60), max_size=6))
 def test_a_stream_is_read_as_the_standard_says_wherever_it_is_cut(pieces, cuts):
     text = "".join(pieces)

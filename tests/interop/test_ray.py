@@ -49,31 +49,6 @@ def test_rows_and_logs_equal_the_local_run(env_id, kwargs, policies):
         assert [log.tobytes() for log in found.logs[name]] == [log.tobytes() for log in logs]
 
 
-def test_a_trained_policy_and_a_file_travel_to_the_workers(tmp_path):
-    pytest.importorskip("torch")
-    guest = tmp_path / "guest.py"
-    guest.write_text(
-        "import numpy as np\n"
-        "WEIGHT = 3\n"
-        "def act(observation, mask):\n"
-        "    return int(np.flatnonzero(mask)[-1] if WEIGHT == 3 else 0)\n"
-    )
-    policies = ["sac_han", guest]
-    settings = {
-        "episodes": 4,
-        "seed": 7,
-        "env_kwargs": {**ROUTING, "num_experts": 6},
-        "num_envs": 2,
-    }
-    wanted = evaluate("servegym/LLMRouting-v1", policies, **settings)
-    on_ray = Workers(ray="auto")
-    found = evaluate("servegym/LLMRouting-v1", policies, executor=on_ray, **settings)
-    for row in (*found, *wanted):  # the seconds that a guest took
-        row.pop("decision_s", None), row.pop("slowest_decision_s", None)
-    assert same(found, wanted)
-    assert {row["policy"] for row in found} == {"sac_han", "guest"}
-
-
 def test_an_evaluation_outlives_a_killed_worker(tmp_path):
     class Deadly(BasePolicy):
         """Kills its process in the middle of one block, once."""

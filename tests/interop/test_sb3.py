@@ -43,6 +43,7 @@ def test_maskable_ppo_finds_the_masks_itself():
     assert maskable.is_masking_supported(envs) and maskable.get_action_masks(envs).shape == (2, 4)
 
 
+@pytest.mark.slow
 def test_it_makes_a_row_of_the_table():
     """In a process of its own: TorchRL, once imported, changes how this one starts others."""
     words = ["--only", "RoutingExperts", "--steps", "200", "--episodes", "1", "--algorithms", "DQN"]

@@ -1,9 +1,7 @@
 """Tianshou 2 collects from the environments and trains its own DQN, masks included."""
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 
 pytest.importorskip("torch", reason="Tianshou needs torch")
 pytest.importorskip("tianshou", minversion="2.0", reason="Tianshou 2 is not installed")
@@ -15,25 +13,11 @@ from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OffPolicyTrainerParams
 from tianshou.utils.net.common import Net
-from tianshou.utils.torch_utils import policy_within_training_step
 
-from .settings import ROUTING, make
+from .settings import make
 
 torch.set_num_threads(1)
 FLAT = "servegym/LLMRoutingFlat-v3"
-CROWDED = {**ROUTING, "rate": 60.0, "waiting_capacity": 1, "running_capacity": 1}
-
-
-class WithMask(gym.ObservationWrapper):
-    """The mask in the observation, under the names by which Tianshou looks for it."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        mask = spaces.MultiBinary(int(env.action_space.n))
-        self.observation_space = spaces.Dict(obs=env.observation_space, mask=mask)
-
-    def observation(self, observation):
-        return {"obs": observation, "mask": self.unwrapped.action_masks().astype(np.int8)}
 
 
 def dqn(space, actions):
@@ -77,24 +61,3 @@ def test_its_trainer_trains_dqn():
     assert len(buffer) == 240
     after = weights(algorithm)
     assert torch.isfinite(after).all() and not torch.equal(before, after)
-
-
-def test_dqn_obeys_the_masks():
-    def crowded():
-        return gym.make(FLAT, **CROWDED)
-
-    one = crowded()
-    algorithm = dqn(one.observation_space, one.action_space)
-    buffer = VectorReplayBuffer(400, 2)
-    envs = DummyVectorEnv([lambda: WithMask(crowded()) for _ in range(2)])
-    collector = Collector(algorithm, envs, buffer, exploration_noise=True)
-    collector.collect(n_step=240, reset_before_collect=True)
-    rows = buffer.sample_indices(0)
-    masks, actions = buffer.obs.mask[rows], buffer.act[rows]
-    assert len(rows) == 240 and (masks == 0).any(axis=1).sum() > 80, "full experts are needed"
-    # What the greedy choice may take is masked, what exploration draws as well.
-    assert masks[np.arange(240), actions].all()
-    before = weights(algorithm)
-    with policy_within_training_step(algorithm.policy):
-        algorithm.update(buffer=buffer, sample_size=32)
-    assert not torch.equal(before, weights(algorithm))

@@ -129,40 +129,6 @@ def check_single(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
         assert isinstance(env.render(), (str, np.ndarray))
 
 
-def check_vector(env_id: str, kwargs: dict[str, Any], seed: int, num_envs: int = 2) -> None:
-    """The native vector environment is the single ones side by side, over episode ends."""
-    envs = build(env_id, "vector", kwargs)
-    singles = [build(env_id, "single", kwargs) for _ in range(num_envs)]
-    envs.action_space.seed(seed)
-    observation, _ = envs.reset(seed=seed)
-    assert envs.observation_space.contains(observation)
-    rows = [env.reset(seed=seed + k)[0] for k, env in enumerate(singles)]
-    done = [False] * num_envs
-    for _ in range(LIMITS[family_of(env_id).group]):
-        for k, row in enumerate(rows):
-            assert_same(row, row_of(observation, k))
-        actions = envs.action_space.sample()
-        observation, rewards, terminations, truncations, _ = envs.step(actions)
-        assert envs.observation_space.contains(observation)
-        assert np.isfinite(rewards).all()
-        for k, env in enumerate(singles):
-            if done[k]:  # the step after the end only resets
-                rows[k], done[k] = env.reset()[0], False
-                assert rewards[k] == 0.0
-                continue
-            rows[k], reward, terminated, truncated, _ = env.step(row_of(actions, k))
-            assert (reward, terminated) == (rewards[k], terminations[k])
-            done[k] = terminated or truncated
-            assert done[k] == (terminations[k] or truncations[k])
-
-
-def row_of(batch: Any, row: int) -> Any:
-    """One system's part of a batch of observations or actions."""
-    if isinstance(batch, dict):
-        return {name: row_of(part, row) for name, part in batch.items()}
-    return batch[row]
-
-
 def check_parallel(env: Any, seed: int) -> None:
     found = []
     for _ in range(2):
@@ -273,7 +239,7 @@ def test_what_is_allowed_runs(case, effort):
     def check(value, env_id, form, seed):
         kwargs = case.arguments(value)
         if form == "vector":
-            (check_rows if case.of == "vector" else check_vector)(env_id, kwargs, seed)
+            check_rows(env_id, kwargs, seed)
         elif form == "parallel" and value != "placement":
             check_parallel(build(env_id, form, kwargs), seed)
         elif form == "single":

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import servegym
-
 MODULES = {
     "__init__": "from mine.kernel.describe import describe",
     "size": """
@@ -131,10 +129,9 @@ def overwritten(data: bytes) -> bytes:
     return data[:middle] + bytes(64) + data[middle + 64 :]
 
 
-@pytest.mark.parametrize(
-    "damage", [overwritten, *(pytest.param(x, marks=pytest.mark.slow) for x in (cut, emptied))]
-)
-@pytest.mark.parametrize("ending", ["nbc", pytest.param("nbi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [overwritten, cut, emptied])
+@pytest.mark.parametrize("ending", ["nbc", "nbi"])
 def test_broken_files_are_compiled_anew(tmp_path, ending, damage):
     write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f8"))
@@ -158,6 +155,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.RLIM_INFINITY))
 )
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_told_and_done_without(tmp_path):
     write(tmp_path, 10)
     process = start(tmp_path, 0, "f8", code=FULL)
@@ -198,34 +196,6 @@ def test_functions_compile_ahead_of_their_call_and_only_compiling_is_told(tmp_pa
         assert process.returncode == 0, err
         assert out.split() == ["1", "1", str(lines)]
         assert err.count("\n") == err.count("toy engine") == lines
-
-
-EPISODE = """
-import sys
-import gymnasium
-from numba.core.dispatcher import Dispatcher
-import servegym
-env = gymnasium.make(sys.argv[2]).unwrapped
-envs = gymnasium.make_vec(sys.argv[2], num_envs=2).unwrapped
-compiled = []
-Dispatcher.compile = lambda self, signature: compiled.append(self) or 1 / 0
-env.reset(seed=0)
-for _ in range(3):
-    env.step(env.action_space.sample())
-env.restore_state(env.clone_state())
-envs.reset(seed=0)
-for _ in range(3):
-    envs.step(envs.action_space.sample())
-assert not compiled
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
-def test_the_first_episode_compiles_nothing(tmp_path, env_id):
-    process = start(tmp_path, 0, env_id, code=EPISODE, own_cache=False)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
 
 
 @pytest.mark.slow

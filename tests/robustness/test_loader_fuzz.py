@@ -36,7 +36,7 @@ from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.measure.table import ResumableTable
 
 FLIPS = int(os.environ.get("SERVEGYM_EXAMPLES", 0)) or 3
-SAMPLE = 100_000 if "SERVEGYM_EXAMPLES" in os.environ else 100
+SAMPLE = 100_000 if "SERVEGYM_EXAMPLES" in os.environ else 50
 NAN = float("nan")
 HUGE = 10**30
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.expert_placement import initial_placement
 from servegym.baselines.expert_placement.heuristics import uniform
-from servegym.baselines.expert_placement.initial_placement import LinkQueueModel, best_start
+from servegym.baselines.expert_placement.initial_placement import LinkQueueModel
 from servegym.baselines.expert_placement.kernel.link_queues import CALLS, count_bits, remote_calls
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.cluster import server_view
@@ -84,25 +83,6 @@ def test_annealing_lowers_the_estimate_and_keeps_memory_and_coverage():
     assert about.cost(found, 0.3) < 0.8 * about.cost(start, 0.3)
     assert (found.sum(axis=(1, 2)) == start.sum(axis=(1, 2))).all() and found.any(axis=0).all()
     np.testing.assert_array_equal(found, about.anneal(start, 0.3, 4_000, 0))
-
-
-def test_the_start_is_the_fastest_candidate_in_the_simulator(monkeypatch):
-    tried, simulate = [], initial_placement._simulate
-
-    def seconds(objective, system, counts, held):
-        tried.append((simulate(objective, system, counts, held), held))
-        return tried[-1][0]
-
-    monkeypatch.setattr(initial_placement, "_simulate", seconds)
-    monkeypatch.setattr(initial_placement, "WAITS", (0.3,))
-    monkeypatch.setattr(initial_placement, "REQUESTS", 100)
-    system = toy()
-    found = best_start(system, tries=1, steps=2_000, swaps=0)
-    # Three heuristics, then the best of them beside one that was annealed from it.
-    assert len(tried) == 5 and len({latency for latency, _ in tried}) == 4
-    np.testing.assert_array_equal(found, min(tried, key=lambda one: one[0])[1])
-    assert found.any(axis=0).all()
-    assert (found.sum(axis=(1, 2)) <= system.cluster.cap).all()
 
 
 def test_fingerprints_differ_by_what_a_start_depends_on():

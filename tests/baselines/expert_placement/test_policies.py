@@ -63,30 +63,6 @@ def test_every_policy_plays_an_episode(name):
         assert first[2]["migrations"] <= 1
 
 
-def test_caches_are_a_way_of_serving_not_a_placement():
-    from servegym.experiments.evaluation.evaluate import evaluate
-
-    kwargs = {"model": "toy", "epochs": 2, "epoch_s": 60.0}
-    system = PlacementSystem.from_problem(make_env().problem)
-    names = [
-        make_policy("moe_infinity", system, family="expert_placement", cache=cache)
-        for cache in ("lru", "lfu", "activation_aware")
-    ]
-    rows = evaluate("servegym/ExpertPlacement-v0", [*names, "moe_infinity_lb"], 2, 0, kwargs)
-    assert [row["policy"] for row in rows[::2]] == [
-        "moe_infinity",
-        "moe_infinity #2",
-        "moe_infinity #3",
-        "moe_infinity_lb",
-    ]
-    for row in rows:
-        assert row["migrations"] == 0 and row["expert_loads"] > 0
-        assert 0.0 < row["local_call_ratio"] < 1.0
-        assert np.isfinite(row["return"]), "the reward is the same"
-        assert (row["messages"] > 0) == (row["policy"] == "moe_infinity_lb")
-    assert len({row["expert_loads"] for row in rows}) > 4, "the caches differ"
-
-
 def test_forwarding_asks_for_its_execution():
     from servegym.experiments.evaluation.evaluate import evaluate
 

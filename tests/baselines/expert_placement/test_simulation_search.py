@@ -10,11 +10,8 @@ from servegym.baselines.expert_placement.simulation_search import (
     SimulatedLatency,
     latency_local_search,
 )
-from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.cluster import check_placement
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
-
-from .test_policies import batch
 
 
 def make_env(**kwargs):
@@ -53,37 +50,3 @@ def test_it_is_never_worse_than_its_starts_and_repeats_itself():
         assert objective.latency_s(z) <= min(one)
         check_placement(z, slots)
     np.testing.assert_array_equal(found[1], found[2])
-
-
-def play(env, policy, seed=0):
-    policy.reset(1, seed)
-    observation, _ = env.reset(seed=seed)
-    plans, done = [], False
-    while not done:
-        action = policy.act(batch(observation), None)
-        plans.append(action["plan"][0])
-        observation, _, done, _, _ = env.step(
-            {"migrate": int(action["migrate"][0]), "plan": plans[-1]}
-        )
-    return plans
-
-
-def test_the_policy_sees_nothing_of_what_is_to_come():
-    """Other requests after the first epoch leave the first two plans as they are."""
-    env = make_env(epochs=2)
-    system, family = PlacementSystem.from_problem(env.problem), "expert_placement"
-    policy = make_policy("latency_local_search", system, family=family, steps=40)
-    first = play(env, policy)
-    assert (first[0] != env.reset(seed=0)[0]["placement"]).any(), "it searched"
-    draw = env.batch.episodes[0]._draw_requests
-
-    def scrambled(random):
-        requests = draw(random)
-        late = np.flatnonzero(requests.arrival > env.problem.arguments.epoch_s)
-        requests.prompt[late] = np.random.default_rng(1).permutation(requests.prompt[late])
-        requests.home[late] = requests.home[late][::-1]
-        return requests
-
-    env.batch.episodes[0]._draw_requests = scrambled
-    for one, other in zip(first, play(env, policy), strict=True):
-        np.testing.assert_array_equal(one, other)

@@ -8,7 +8,6 @@ from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.fleet_features import CONTEXT, INDEX, Fleet, fleet_of
 from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
 from servegym.baselines.llm_routing.system import FleetSystem, RoutingSystem
-from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.kernel import layout
@@ -137,36 +136,6 @@ def test_an_index_is_linear_and_a_drop_has_its_own_constant():
         for n in range(3):
             own = weights[b, :INDEX] + load * weights[b, INDEX : 2 * INDEX]
             assert found[b, n + 1] == pytest.approx(experts[b, n] @ own / scale, rel=1e-4, abs=1e-4)
-
-
-def test_drawn_fleets_are_the_seeds_and_some_have_names():
-    first, again = (fleet_of(7, SOURCE) for _ in range(2))
-    assert first == again != fleet_of(8, SOURCE)
-    assert fleet_of(0, SOURCE)["profiles"] == "edge-6-heterogeneous"
-    assert "setting" in fleet_of(VALIDATION, SOURCE)
-
-
-def test_the_estimator_says_what_experts_serve_within_the_requirement():
-    for stream in (1, 3):
-        _, system, batch = played(stream, 1, rows=3)
-        limits = np.array([0.01, 0.03, 0.2])
-        model = LatencyModel(system)
-        most, rate, lone_s = model.within(limits, system.placed(batch.observation))
-        prompt, limit_of = system.train.prompt_tokens.mean(), system.batch_limit()
-        for k, limit in enumerate(limits):
-            for n in range(0, system.num_experts, 4):
-                length = system.mean_output_tokens[n]
-                prefill = np.interp(prompt, system.prefill_tokens, system.prefill_s[n])
-                latency = []
-                for b in range(1, limit_of[n] + 1):
-                    decode = np.interp(
-                        prompt + length / 2, system.context_tokens, system.decode_s[n, b]
-                    )
-                    latency.append(decode + b * prefill / length)
-                within = max(1, sum(x <= limit for x in latency))
-                serves = [b / (length * latency[b - 1]) for b in range(1, within + 1)]
-                assert most[k, n] == within and lone_s[k, n] == pytest.approx(latency[0])
-                assert rate[k, n] == pytest.approx(max(serves))
 
 
 def test_a_batch_of_drawn_fleets_is_estimated_as_each_fleet_alone():

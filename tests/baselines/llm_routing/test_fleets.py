@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import gymnasium
 import numpy as np
 import pytest
 
-from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import describe_system, list_policies, make_policy
-from servegym.envs.llm_routing.config import setting_problem
-from servegym.envs.llm_routing.kernel import layout
 
 ID = "servegym/LLMRouting-v1"
 SHORT = {"rollout": {"horizon": 2}, "thompson": {"prior_states": 32}}
@@ -50,29 +45,6 @@ def test_every_heuristic_plays_drawn_fleets(name):
         assert not taken.any() and not qos.any()
     else:
         assert taken.any() and (qos > 0).any()
-
-
-def test_a_row_is_played_as_its_system_alone():
-    """Next to other fleets a policy chooses as one made for the row's own system does."""
-    envs = make(3)
-    _, taken = episodes(make_policy("priced_greedy", describe_system(envs.problem)), envs, 7, 40)
-    for row in range(3):
-        env = gymnasium.make(ID, fleet="random", episode_requests=40).unwrapped
-        observation, info = env.reset(seed=7 + row)
-        setting = json.loads(info["fleet"])
-        count = len(setting["profiles"])
-        system = RoutingSystem.from_problem(setting_problem(setting, view=layout.GRAPH))
-        policy = make_policy("priced_greedy", system)
-        for action in taken[:, row]:
-            seen = {
-                name: part[None, :count, : setting[f"{name.removesuffix('_mask')}_capacity"]]
-                for name, part in observation.items()
-                if name.startswith(("running", "waiting"))
-            }
-            seen |= {name: observation[name][None, :count] for name in ("request", "experts")}
-            seen["latency_requirement"] = observation["latency_requirement"][None]
-            assert policy.act(seen, info["action_mask"][None, : count + 1]) == action
-            observation, *_, info = env.step(int(action))
 
 
 def test_what_only_a_system_has_is_refused_before_a_fleet_is_seen():

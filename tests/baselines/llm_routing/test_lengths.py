@@ -7,11 +7,8 @@ import pytest
 
 from servegym.baselines.llm_routing import latency
 from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, LengthModel
-from servegym.baselines.llm_routing.system import RoutingSystem, TrainRequests
+from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.registry import make_policy
-from servegym.envs.llm_routing.config import build_problem
-from servegym.envs.llm_routing.core import RoutingBatch
-from servegym.envs.llm_routing.kernel import layout
 from servegym.hardware_profiles.interpolation import along
 
 from ...routing_systems import linear_system, make_observation
@@ -142,22 +139,3 @@ def test_the_rule_asks_a_price_that_follows_the_arrival_rate(rate):
     action = policy.act(observation, mask)
     assert np.array_equal(action, np.where(value.max(1) > 0, value.argmax(1) + 1, 0))
     assert 0 < (action == 0).sum() < 64
-
-
-def test_the_rule_serves_drawn_fleets_and_refuses_a_price_of_nothing():
-    problem = build_problem(view=layout.GRAPH, fleet="random", episode_requests=30)
-    policy = make_policy("expected_qos", RoutingSystem.from_problem(problem))
-    assert type(policy).__name__ == "ExpectedQosGreedy"
-    batch = RoutingBatch(problem, 3)
-    for row in range(3):
-        batch.draw(row, np.random.default_rng(row))
-    batch.begin(np.ones(3, np.int8))
-    policy.reset(3)
-    ended = 0
-    while not ended:
-        action = policy.act(batch.observation, batch.action_mask)
-        assert (np.take_along_axis(batch.action_mask, action[:, None], 1) == 1).all()
-        ended = batch.step(action, np.ones(3, np.int8))
-    assert batch.kpis(0)["avg_qos"] > 0.2
-    with pytest.raises(ValueError, match="price_half"):
-        make_policy("expected_qos", make_system(), price_half=0.0)

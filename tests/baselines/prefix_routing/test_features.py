@@ -6,13 +6,9 @@ import pytest
 from servegym.baselines.prefix_routing import features
 from servegym.baselines.prefix_routing.drawn_settings import (
     KINDS,
-    begin_alike,
     draw_setting,
     problem_of,
 )
-from servegym.baselines.prefix_routing.plugins import GatewayPolicy
-from servegym.baselines.prefix_routing.rollout import CONSTANTS
-from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
 
@@ -106,28 +102,3 @@ def test_cells_are_drawn_of_every_kind_and_are_environments():
         )
         assert first == again != other
         problem_of(first | {"rate": 1.0, "episode_requests": 5, "warmup_requests": 0})
-
-
-def test_the_first_index_is_dynamos_cost_where_cards_are_alike():
-    cards = [{"card": "h100", "model": "llama-3.1-8b"}] * 3
-    batch, every = batch_of(profiles=cards, kv_tokens=455_000), np.ones(3, np.int8)
-    index = np.float32(features.first_weights())[None]
-    dynamo = GatewayPolicy(PrefixSystem.from_problem(batch.problem), "dynamo", CONSTANTS)
-    dynamo.reset(3, 0)
-    same = []
-    for _ in range(60):
-        action = dynamo.act(batch.observation, batch.action_mask)
-        same += (features.index_values(index, batch.observation, 16).argmax(1) == action).tolist()
-        batch.step(action, every)
-    assert np.mean(same) > 0.9
-
-
-def test_rows_begin_alike():
-    batch = PrefixBatch(problem_of(SMALL), 3)
-    begin_alike(batch, np.random.default_rng(7))
-    alone = PrefixBatch(problem_of(SMALL), 1)
-    alone.draw(0, np.random.default_rng(7))
-    alone.begin(np.ones(1, np.int8))
-    for name, part in batch.observation.items():
-        for row in range(3):
-            np.testing.assert_array_equal(part[row], alone.observation[name][0])

@@ -298,16 +298,10 @@ REFUSED = {
         changed(LLM_D, QUEUE, "- {type: que-scorer}"),
         "plugins: que-scorer.*Did you mean 'queue-scorer'",
     ),
-    "a plugin that is not here": (
-        changed(LLM_D, QUEUE, "- {type: queue-scorer}\n- {type: no-hit-lru-scorer}"),
-        "plugins: no-hit-lru-scorer",
-    ),
-    "another picker": (changed(LLM_D, "type: max-score", "type: random"), "random-picker"),
     "two of a type": (
         changed(LLM_D, QUEUE, f"{QUEUE}\n- {{type: queue-scorer, name: two}}"),
         "plugins: two",
     ),
-    "a name twice": (changed(LLM_D, "name: mine", "name: load"), "plugins: load"),
     "an unknown parameter": (
         changed(LLM_D, "affinityThreshold: 0.75", "affinityThresold: 0.75"),
         f"{FILTER}: affinityThresold.*affinityThreshold",
@@ -316,50 +310,23 @@ REFUSED = {
         changed(LLM_D, "ttftSource: prefillThroughput", "ttftSource: latencyPredictor"),
         "ttftSource.*latencyPredictor",
     ),
-    "output tokens in flight": (
-        changed(LLM_D, "name: mine", "name: mine\n  parameters: {addEstimatedOutputTokens: true}"),
-        "mine: addEstimatedOutputTokens",
-    ),
-    "two profiles": (
-        changed(LLM_D, "dataLayer", "- {name: second, plugins: []}\ndataLayer"),
-        "schedulingProfiles.*has 2",
-    ),
     "flow control": (f"{LLM_D}flowControl: {{maxBytes: 1}}\n", "flowControl"),
-    "a feature": (f"{LLM_D}featureGates: [flowControl]\n", "featureGates"),
     "a reference to nothing": (
         changed(LLM_D, "- pluginRef: queue-scorer", "- pluginRef: queue"),
         "pluginRef.*'queue'",
     ),
-    "no reference": (changed(LLM_D, "- pluginRef: queue-scorer", "- weight: 2"), "pluginRef.*None"),
     "a reference twice": (
         changed(LLM_D, "- pluginRef: queue-scorer", "- pluginRef: load"),
         "pluginRef.*'load' twice",
     ),
     "a weight in words": (changed(LLM_D, "weight: 2", "weight: heavy"), "load: weight.*'heavy'"),
-    "a weight that is true": (changed(LLM_D, "weight: 2", "weight: yes"), "load: weight.*True"),
     "a negative weight": (changed(LLM_D, "weight: 2", "weight: -2"), "token-load-scorer=-2"),
-    "a weight without end": (changed(LLM_D, "weight: 2", "weight: .inf"), "token-load-scorer=inf"),
-    "half a token": (changed(LLM_D, "38700", "0.5"), "queueThresholdTokens"),
-    "cards without weights": (
-        changed(LLM_D, ", weights: {h100: 2.5, l40s: 1}", ""),
-        "endpoint-attribute-weight-scorer",
-    ),
-    "cards' weights as a list": (
-        changed(LLM_D, "{h100: 2.5, l40s: 1}", "[2.5, 1]"),
-        "endpoint-attribute-weight-scorer: weights",
-    ),
     "a card's weight in words": (changed(LLM_D, "l40s: 1", "l40s: low"), "weights: l40s.*'low'"),
     "no YAML": (f"{LLM_D} - {{", "'file'.*is no YAML"),
     "a list": ("- EndpointPickerConfig", "'file'"),
-    "another kind": ("kind: EndpointPickerConfigs", "'kind'.*alone"),
     "within a ConfigMap": (
         "kind: ConfigMap\ndata:\n  epp.yaml: |\n    kind: EndpointPickerConfig\n",
         "'kind'.*'ConfigMap'.*alone",
-    ),
-    "a weight below 0": (
-        "kind: EndpointPickerConfig\nplugins: [{type: queue-scorer}]\nschedulingProfiles:\n"
-        "- plugins: [{pluginRef: queue-scorer, weight: -1}]",
-        r"queue-scorer=-1.0 must be a finite number at least 0\.$",
     ),
     "flags of a container": (
         '- "--policy=cache_aware"\n- "--cache-threshold=high"',
@@ -369,61 +336,31 @@ REFUSED = {
         changed(DYNAMO, "aggregated: mine", "aggregated: other"),
         "instances: other.*dynamo-two-tier-cost-fn",
     ),
-    "no such instance": (
-        changed(DYNAMO, "aggregated: mine", "aggregated: yours"),
-        "worker_selection.aggregated.*'yours'",
-    ),
-    "no name": (
-        changed(DYNAMO, "aggregated: mine", "prefill: mine"),
-        "worker_selection.aggregated",
-    ),
-    "Dynamo's unknown parameter": (
-        changed(DYNAMO, "host_cache", "shared_cache"),
-        "shared_cache_hit_weight",
-    ),
     "Dynamo's number in words": (
         changed(DYNAMO, "credit: 1.5", "credit: lots"),
         "overlap_score_credit.*'lots'",
     ),
-    "Dynamo's output blocks": (
-        changed(DYNAMO, "output_blocks: false", "output_blocks: true"),
-        "router.router_track_output_blocks",
-    ),
     "another mode": (changed(FRONTEND, "mode kv", "mode random"), "--router-mode.*'random'"),
-    "an older flag": (f"{FRONTEND} --kv-overlap-score-weight 2", "--kv-overlap-score-weight"),
     "a queue": (f"{VARIABLES}export DYN_ROUTER_QUEUE_THRESHOLD=4\n", "DYN_ROUTER_QUEUE_THRESHOLD"),
-    "an older variable": (f"{VARIABLES}DYN_OVERLAP_SCORE_WEIGHT=4\n", "DYN_OVERLAP_SCORE_WEIGHT"),
-    "another file": ("--router-mode kv --router-policy-config a.yaml", "--router-policy-config"),
     "another policy": (
         changed(SGLANG, "cache_aware", "round_robin"),
         "--policy.*'round_robin'.*'cache_aware'",
-    ),
-    "prefill apart": (
-        f"{FRONTEND} --policy cache_aware --prefill-policy bucket",
-        "--prefill-policy",
     ),
     "a flag's number in words": (
         changed(SGLANG, "threshold 0.25", "threshold low"),
         "--cache-threshold.*'low'",
     ),
-    "a flag without a number": (
-        changed(SGLANG, "--cache-threshold 0.25 \\\n", "--cache-threshold \\\n"),
-        "--cache-threshold.*None",
-    ),
     "a share above 1": (changed(SGLANG, "threshold 0.25", "threshold 25"), "cache-threshold=25"),
-    "part of a request": (changed(SGLANG, "=16", "=16.5"), "balance-abs-threshold=16.5"),
     "another algorithm": (
         changed(POD, "prefix-cache\n", "random\n"),
         "ROUTING_ALGORITHM.*'random'",
     ),
     "a blend": (f"{POD}AIBRIX_ROUTING_AUTO_BLEND_PREFIX_CACHE_WEIGHT=5\n", "AUTO_BLEND"),
-    "a later gate": (f"{POD}AIBRIX_LOAD_BALANCE_IMBALANCE_FACTOR=2\n", "AIBRIX_LOAD_BALANCE"),
     "an earlier gate": (
         f"{POD}{AIBRIX}POD_RUNNING_REQUEST_IMBALANCE_ABS_COUNT=8\n",
         "ABS_COUNT.*another version",
     ),
     "an unknown gateway": ("envoy --concurrency 4\n", "'file'.*no gateway"),
-    "nothing": ("", "'file'.*no gateway"),
 }
 
 
@@ -486,7 +423,7 @@ def mutated(document, chance):
 @pytest.mark.parametrize("text", [LLM_D, OLD, DYNAMO, DEFAULTS["llm-d"]])
 def test_a_mutated_document_is_read_or_refused(text, read):
     chance, document, outcomes = random.Random(1), yaml.safe_load(text), []
-    for _ in range(250):
+    for _ in range(80):
         given = yaml.safe_dump(mutated(document, chance)) + "# EndpointPickerConfig"
         try:
             file = read(given)
@@ -503,19 +440,3 @@ def test_a_mutated_document_is_read_or_refused(text, read):
                     file.setting.get(f"{kind}.affinityThreshold"),
                 )
     assert {True, None} <= set(outcomes)
-
-
-@pytest.mark.parametrize("text", [SGLANG, FRONTEND, VARIABLES, POD])
-def test_mutated_words_are_read_or_refused(text, read):
-    chance, signs = random.Random(2), "\"'=#\\\n -x0\t"
-    for _ in range(250):
-        given = text
-        for _ in range(chance.randint(1, 6)):
-            at = chance.randrange(len(given))
-            cut = chance.choice((0, 1, 8))
-            given = given[:at] + chance.choice(signs) * chance.choice((0, 1)) + given[at + cut :]
-        try:
-            file = read(given)
-        except ValueError:
-            continue
-        assert read(file.text(file.setting)).setting == file.setting

@@ -167,52 +167,6 @@ def test_llm_d_scores():
     np.testing.assert_allclose(costs(rule, v)[:2], [-(2 + 0.2 + 1.5), -(0 + 1 + 3)])
 
 
-def test_llm_d_equal_queues_score_one_and_ties_are_drawn():
-    queue = GatewayRule("llm-d", {"queue-scorer": 2.0})
-    assert costs(queue, view(waiting=[3, 3, 3])).tolist() == [-2, -2, -2]
-    given = {"match_tokens": [160, 160, 0], "waiting": [3, 3, 3]}
-    assert chosen(RULES["llm_d"][0](), **given) == {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("kind", "parameters", "given", "scores"),
-    [
-        ("running-requests-size-scorer", {}, {"running": [2, 4, 6]}, [1, 0.5, 0]),
-        # The largest of any replica stands for 0; the least is not subtracted.
-        ("active-request-scorer", {}, {"in_flight": [0, 3, 4]}, [1, 0.25, 0]),
-        ("active-request-scorer", {}, {"in_flight": [2, 3, 4]}, [0.5, 0.25, 0]),
-        (
-            "active-request-scorer",
-            {"idleThreshold": 2, "maxBusyScore": 0.5},
-            {"in_flight": [2, 3, 4]},
-            [1, 0.125, 0],
-        ),
-        ("load-aware-scorer", {}, {"waiting": [0, 64, 200]}, [0.5, 0.25, 0]),
-        ("load-aware-scorer", {"threshold": 8}, {"waiting": [0, 2, 8]}, [0.5, 0.375, 0]),
-        (
-            "token-load-scorer",
-            {"queueThresholdTokens": 640},
-            {"prefill_tokens": [0, 320, 600], "match_tokens": [160, 0, 0]},
-            [1, 0.25, 0],  # 0, 480 and 760 of 640 tokens
-        ),
-        ("session-affinity-scorer", {}, {"last_replica": 2}, [0, 0, 1]),
-        ("session-affinity-scorer", {}, {"last_replica": -1}, [0, 0, 0]),
-        # The largest weight is 1; a card without a weight has the least.
-        (
-            "endpoint-attribute-weight-scorer",
-            {"h100": 4.0, "l40s": 1.0},
-            {"cards": ("l40s", "h100", "a100")},
-            [0.25, 1, 0.25],
-        ),
-    ],
-)
-def test_llm_d_scorers(kind, parameters, given, scores):
-    setting = {kind: 1.0} | {f"{kind}.{name}": value for name, value in parameters.items()}
-    given = {n: x if n == "cards" else np.asarray(x) for n, x in given.items()}
-    v = dataclasses.replace(view(), **given)
-    assert (-costs(GatewayRule("llm-d", setting), v)).tolist() == scores
-
-
 @pytest.mark.parametrize(
     ("match", "prefill", "kept"),
     [

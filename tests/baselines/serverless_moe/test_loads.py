@@ -12,7 +12,6 @@ from servegym.envs.serverless_moe.kernel.cost import main_usd_s, planned_job_s
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import evaluate_plan, expected_outcome
 from servegym.envs.serverless_moe.records import Plan, Request
-from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.workloads.expert_sets import bit_sets
 
 from .synthetic import draw_sets, make_request, remote_set, tiny
@@ -143,14 +142,3 @@ def test_grid_optimum_against_enumeration(system, limits, bill, fees):
     # The plan is chosen without the rounding of the main function, which is below one step.
     step = main_usd_s(toy, 60, toy.main_specs_mb[-1]) * fees[1]
     assert best * (1 - 1e-9) <= found.cost_usd <= best * (1 + 1e-9) + step
-
-
-def test_limits_are_checked_everywhere(system):
-    request, _ = make_request(system)
-    for serve in (
-        lambda: deployment_cost("mix", system, request, ttft_limit_s=0.0),
-        lambda: go.grid_optimum(system, Load.known(request), ttft_limit_s=0.0),
-        lambda: deployment_cost("gpuu", system, request),
-    ):
-        with pytest.raises(ValueError, match=r"ttft_limit_s=0.0|gpu"):
-            serve()

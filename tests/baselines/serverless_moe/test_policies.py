@@ -107,20 +107,6 @@ def test_expected_rounding_is_the_mean_over_overheads(per_call):
     assert np.abs(rounding(mean) - true)[..., 1].max() > 2e-4
 
 
-def test_fees_change_what_is_chosen():
-    """At 0.01 USD an invocation nothing is remote; without fees something is."""
-    for name in ("greedy_warm", "remoe_cost", "keep_alive", "best_constant", "warm_planner"):
-        levels = []
-        for fees in ("none", (1e-2, 0.0)):
-            env = make_env(
-                1, episode_requests=4, preset="seed", slo=[[60.0, 2.0]], fees=fees, trem_s=[1e-6]
-            )
-            kwargs = {"best_constant": {"rows": 1, "requests": 10}}
-            kwargs["warm_planner"] = {"requests": 10}
-            levels.append(run(name, env, **kwargs.get(name, {}))[1][..., 0])
-        assert (levels[0] > 0).all() and (levels[1] == 0).all(), name
-
-
 def test_table_knows_what_is_warm():
     problem = build_problem(view=layout.DICT, model="toy")
     system = ServerlessSystem.from_problem(problem)
@@ -160,12 +146,6 @@ def test_policy_runs_and_is_deterministic(name):
     assert (actions < env.problem.nvec).all() and np.isfinite(rewards).all()
 
 
-def test_rows_do_not_influence_one_another():
-    many = run("remoe_sticky", make_env(3, episode_requests=10))[1]
-    one = run("remoe_sticky", make_env(1, episode_requests=10))[1]
-    assert (many[:, :1] == one).all()
-
-
 def test_the_reward_of_one_action_is_that_of_the_table():
     env = make_env(1, model="toy")
     system = ServerlessSystem.from_env(env)
@@ -187,25 +167,6 @@ def test_the_reward_of_one_action_is_that_of_the_table():
                 rewards[tuple(action)], rel=1e-12
             )
         observation, *_ = env.step(action[None])
-
-
-@pytest.mark.parametrize("name", [i.name for i in list_policies(FAMILY) if not i.clairvoyant])
-def test_the_true_routing_is_not_seen(name):
-    """Another true routing behind the same predictions changes no action."""
-    kwargs = SMALL.get(name, {})
-    chosen = []
-    for turn in (0, 1):
-        asked = {"deployment": name} if name in DEPLOYMENTS else {}
-        env = make_env(2, episode_requests=6, **asked)
-        system = ServerlessSystem.from_env(env)
-        policy = make_policy(name, system, family=FAMILY, **kwargs)
-        assert not policy.needs_env
-        observation, info = env.reset(seed=3)
-        if turn:
-            env.batch.arrays.requests["offset"] = 0
-        policy.reset(2, seed=0)
-        chosen.append(policy.act(observation, info["action_mask"]))
-    assert (chosen[0] == chosen[1]).all()
 
 
 def test_grid_optimum_is_the_best_of_all_actions():

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import servegym  # noqa: F401 - registers the ids
-from servegym.envs._frames import HEIGHT, WIDTH
-from servegym.envs.expert_placement import parallel_env
 from servegym.envs.expert_placement.cluster import build_cluster
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import (
@@ -46,12 +44,7 @@ def test_bad_actions_of_a_batch_are_refused_before_any_system_moves():
     for action, word in (
         (good["plan"], "actions is a ndarray"),
         ({"migrate": good["migrate"]}, r"keys \['migrate'\]"),
-        (good | {"migrate": np.ones(1, int)}, r"actions\['migrate'\] has shape \(1,\)"),
-        (good | {"migrate": 1}, r"actions\['migrate'\] has shape \(\)"),
-        (good | {"plan": np.ones((3, 3, 4))}, r"actions\['plan'\] has shape \(3, 3, 4\)"),
         (good | {"plan": np.ones((2, 3, 5))}, r"system 0: action\['plan'\] must be numbers"),
-        (good | {"plan": [[1.0], [1.0, 2.0]]}, r"actions\['plan'\] must be an array"),
-        (good | {"migrate": np.array([1, 2])}, r"system 1: action\['migrate'\]"),
         (good | {"plan": bad_row}, "system 1: .* must be finite"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -124,20 +117,6 @@ def test_the_history_has_other_prompts():
         problem = make(split=split).problem
         rows, history = (set(np.concatenate(x)) for x in (problem.rows, problem.history_rows))
         assert rows and history and not rows & history
-
-
-def test_a_better_placement_is_faster():
-    """All experts of the toy on every GPU beat the uniform spread."""
-    slots = {"cluster_kwargs": {"slots": [32, 32, 32, 32]}}
-    results = []
-    for migrate in (0, 1):
-        env = make("placement", **slots)
-        observation, _ = env.reset(seed=0)
-        for _ in range(3):
-            info = env.step({"migrate": migrate, "plan": np.ones((4, 4, 8), np.int8)})[4]
-        results.append(info["episode_kpis"])
-    assert results[1]["local_token_ratio"] == 1.0 and results[1]["network_bytes"] == 0
-    assert results[1]["mean_latency_s"] < 0.8 * results[0]["mean_latency_s"]
 
 
 @pytest.mark.parametrize(
@@ -228,11 +207,6 @@ def played(steps=2, mode="rgb_array", **kwargs):
     return env
 
 
-@pytest.fixture
-def pixels():
-    pytest.importorskip("matplotlib")
-
-
 def test_the_text_says_who_holds_what():
     env = played(mode="ansi")
     text = env.render()
@@ -249,15 +223,3 @@ def test_the_text_says_who_holds_what():
         for layer, mark in enumerate(drawn):
             share = view[n, layer].mean()
             assert (mark == "█") == (share == 1.0) and (mark == " ") == (share == 0.0)
-
-
-def test_all_kinds_of_environments_render(pixels):
-    env = ExpertPlacementEnv(**SHOWN, render_mode="ansi")
-    envs = ExpertPlacementVectorEnv(2, **SHOWN, render_mode="ansi")
-    every = parallel_env(**SHOWN, render_mode="ansi")
-    for each in (env, envs, every):
-        each.reset(seed=0)
-    assert len(envs.render()) == 2
-    assert env.render() == envs.render()[0] == every.render()
-    every.render_mode = "rgb_array"
-    assert every.render().shape == (HEIGHT, WIDTH, 3)

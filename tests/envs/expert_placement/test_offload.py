@@ -18,13 +18,11 @@ from .reference import COMPILED
 from .reference_offload import Offload
 from .test_kernel_reference import (
     compare,
-    one_prompt,
     random_cluster,
     random_forecast,
     random_placement,
     random_prompts,
     random_requests,
-    requests_at,
     small_model,
 )
 
@@ -112,15 +110,3 @@ def test_requests_go_to_the_server_that_serves_fewest():
     first = sim.state.request["first"][1]
     assert first == pytest.approx(away - 1.1)
     np.testing.assert_array_equal(sim.state.server["arrived"], [3, 0])
-
-
-def test_caches_adopt_no_placement():
-    cluster = build_cluster(sizes=small_model(layers=1, experts=4), gpus=(1,), slots=(4,))
-    prompts = one_prompt(cluster, 1, [(0, 1)])
-    sim = Simulator(cluster, prompts, serving="offload")
-    sim.begin(requests_at([0.0]), np.ones((1, 1, 4), np.uint8))
-    with pytest.raises(ValueError, match="caches"):
-        sim.adopt(np.ones((1, 1, 4), np.uint8))
-    none = build_cluster(sizes=small_model(layers=1, experts=4), gpus=(1, 1), slots=(4, 0))
-    with pytest.raises(ValueError, match="slot"):
-        Simulator(none, prompts, serving="offload")

@@ -106,18 +106,11 @@ def test_bad_fleets_are_refused_by_name():
     bad = [
         ({"fleet": "randon"}, "fleet='randon'"),
         ({"fleet": "random", "rate": 5.0}, "rate=5.0"),
-        ({"fleet": "random", "running_capacity": 5}, "running_capacity=5"),
         ({"fleet_kwargs": {"num_experts": 3}}, "fleet_kwargs"),
         ({"fleet": "random", "fleet_kwargs": {"num_expert": 3}}, "num_experts"),
-        ({"fleet": "random", "fleet_kwargs": {"num_experts": 17}}, "num_experts"),
         ({"fleet": "random", "fleet_kwargs": {"running_capacity": (5, 65)}}, "running_capacity"),
-        ({"fleet": "random", "fleet_kwargs": {"load": (2.0, 1.0)}}, "load"),
-        ({"fleet": "random", "fleet_kwargs": {"cards": []}}, "cards"),
-        ({"fleet": "random", "fleet_kwargs": {"prefill_token_budget": "512"}}, "prefill_token"),
         ({"fleet": "random", "max_output_tokens": 40_000}, "max_output_tokens"),
-        ({"fleet": {**setting, "kv_capacity_tokens": [10]}}, "kv_capacity_tokens"),
         ({"fleet": {**setting, "running_capacity": 65}}, "running_capacity"),
-        ({"fleet": {**setting, "rates": 1.0}}, "rate"),
         ({"fleet": {k: v for k, v in setting.items() if k != "rate"}}, "rate"),
     ]
     count = len(setting["profiles"])

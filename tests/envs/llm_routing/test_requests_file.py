@@ -81,18 +81,6 @@ def test_an_answer_exactly_at_the_requirement_is_on_time(file):
         assert info["episode_kpis"]["avg_qos"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_arguments_of_its_problem_make_it_again(file):
-    env = _make(file).unwrapped
-    again = type(env)(**env.problem.arguments)
-    assert again.problem.arguments == env.problem.arguments
-    assert np.array_equal(_play(again)[0], _play(env)[0])
-
-
-def test_models_name_the_columns(file):
-    log, _ = _play(_make(file, models=["b", "a"]))
-    assert (log["score"] == 0.25).all()
-
-
 @pytest.mark.parametrize(
     ("more", "name"),
     [

@@ -1,7 +1,5 @@
 """Systems split over threads: the same numbers for every count of threads."""
 
-import multiprocessing
-import pickle
 import threading
 
 import gymnasium as gym
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 
 import servegym
-from servegym.envs.llm_routing.vector_env import LLMRoutingVectorEnv
 
 from ...nested import assert_same, same
 
@@ -59,20 +56,6 @@ def test_the_count_of_threads_changes_nothing(env_id, mode):
     assert not same(expected, play(make_vec(env_id, **kwargs), seed=1))
 
 
-@pytest.mark.parametrize("row", [0, 6])
-def test_an_action_out_of_range_moves_no_system(row):
-    envs = LLMRoutingVectorEnv(7, num_threads=3, **SHORT)
-    envs.reset(seed=0)
-    envs.step(np.ones(7, int))
-    before = [envs.batch.env.copy(), envs.batch.slot.copy(), envs.observe()]
-    actions = np.full(7, 2)
-    actions[row] = 4
-    with pytest.raises(ValueError, match=f"of system {row} is out of range"):
-        envs.step(actions)
-    assert_same([envs.batch.env, envs.batch.slot, envs.observe()], before)
-    envs.close()
-
-
 def test_threads_end_with_the_environment():
     others = threads()
     envs = make_vec(num_threads=3)
@@ -90,27 +73,3 @@ def test_threads_end_with_the_environment():
     del dropped
     last.join(10.0)
     assert not last.is_alive()
-
-
-def _steps(envs, queue=None):
-    seen = [envs.step(np.full(7, 1 + k % 3)) for k in range(30)]
-    if queue is not None:
-        queue.put(seen)
-    return seen
-
-
-def test_pickled_and_forked_environments_go_on_alike():
-    envs = make_vec(num_threads=2)
-    envs.reset(seed=3)
-    envs.step(np.ones(7, int))
-    twin = pickle.loads(pickle.dumps(envs))
-    fork = multiprocessing.get_context("fork")
-    queue = fork.Queue()
-    child = fork.Process(target=_steps, args=(envs, queue))
-    child.start()
-    found = queue.get(timeout=60)
-    child.join()
-    assert_same(found, _steps(envs))
-    assert_same(found, _steps(twin))
-    envs.close()
-    twin.close()

@@ -290,13 +290,7 @@ def test_scenarios_can_be_played(scenario):
     ("arguments", "named"),
     [
         ({"workload_kwargs": {"group": 3}}, "Did you mean 'groups'"),
-        ({"rate": 1e-4}, "rate"),
-        ({"workload": "sessions", "rate": 1e3}, "rate"),
-        ({"kv_tokens": 1 << 30}, "kv_tokens"),
         ({"profiles": {"card": "h100", "modle": "llama-3.1-8b"}}, "modle"),
-        ({"profiles": {"card": "h100", "model": "phi-4", "kv_dtype": "int4"}}, "kv_dtype: got"),
-        ({"profiles": ["h100-llama-3.1-8b"], "num_replicas": 2}, "num_replicas"),
-        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens"),
         ({"index_kwargs": {"entry_tokens": 24}}, "entry_tokens"),
         ({"admission": True, "reward": "ttft"}, "admission"),
         ({"failures": FAILURES, "reward": "ttft"}, "failures"),

@@ -54,31 +54,6 @@ def test_packaged_traces_are_the_builders(name, measured):
         assert np.array_equal(array, packaged[field]), field
 
 
-@pytest.mark.slow
-def test_the_tree_has_mooncakes_ids(measured):
-    """Recorded ids and those of the tree name the same full blocks: a one-to-one relation."""
-    from servegym.envs.prefix_routing.workloads import RecordedArguments, _recorded
-
-    path = measured("mooncake", "conversation_trace.jsonl")
-    trace = load_prefix_trace("mooncake-conversation")
-    row = np.arange(trace.num_requests)
-    first, segments = _recorded(trace, RecordedArguments())[0].tree.segments(
-        row, np.zeros_like(row), 512
-    )
-    there, back = {}, {}
-    with path.open() as stream:
-        for j, line in enumerate(stream):
-            recorded = json.loads(line)["hash_ids"][: trace.prompt_tokens[j] // 512]
-            own = [
-                base + k
-                for base, blocks in segments[first[j] : first[j + 1]].tolist()
-                for k in range(blocks)
-            ][: len(recorded)]
-            for a, b in zip(recorded, own, strict=True):
-                assert there.setdefault(a, b) == b
-                assert back.setdefault(b, a) == a
-
-
 def test_the_fitted_conversations_are_the_builders():
     laws = chat_sessions.fit_sessions(load_prefix_trace(chat_sessions.TRACE))
     packaged = read_fitted("chat-sessions.json", "chat_sessions")
@@ -125,10 +100,6 @@ def test_mooncake_by_hand(tmp_path):
     [
         ([(5, 600, 1, [0, 1]), (4, 600, 1, [0, 1])], 2, "timestamp"),
         ([(0.0, 600, 1, [0, 1]), (0.25, 600, 1, [0, 1])], 2, "timestamp"),
-        ([(1.7e15, 600, 1, [0, 1])], 1, "timestamp"),
-        ([(5, 600, 1, [0, True])], 1, "hash_ids"),
-        ([(5, 0, 1, [])], 1, "input_length"),
-        ([(5, 600, 10**12, [0, 1])], 1, "output_length"),
         ([(5, 600, 1, [0, 1]), (6, 600, 1, [1, 0])], 2, "hash_ids"),
     ],
 )
@@ -230,8 +201,6 @@ def test_kvcache_by_hand(tmp_path):
     [
         ("[]", None, None),
         (session((5, 64, 1, [1]), (4, 64, 1, [1])), "request 1", "t"),
-        (session((5, "x", 1, [1])), "request 0", "in"),
-        (session((1.7e12, 64, 1, [1])), "request 0", "t"),
         (session((5, 128, 1, [1, 2]), (6, 128, 1, [2, 1])), "request 1", "hash_ids"),
         (
             session({"type": "subagent", "t": 1, "requests": [{"t": 0, "in": 64, "out": 1}]}),

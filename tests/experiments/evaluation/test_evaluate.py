@@ -192,20 +192,13 @@ def test_printed_table(result, capsys):
     [
         ({"episodes": 0}, "episodes"),
         ({"seed": -1}, "seed"),
-        ({"num_envs": 0}, "num_envs"),
         ({"policies": []}, "policies"),
         ({"policies": ["gredy_qos"]}, "did you mean 'greedy_qos'"),
-        ({"policies": ["gredy"]}, "did you mean 'greedy_qos'"),
-        ({"policies": ["sac_rwos"]}, "did you mean 'sac_rows'"),
         ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
-        ({"policies": ["mappo_placement"]}, "is a policy for expert_placement"),
         ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),
         ({"env_id": "servegym/LLMRoutng-v0"}, "Did you mean 'servegym/LLMRouting"),
         ({"env_kwargs": {"rte": 8}}, "rte.*rate"),
-        ({"env_kwargs": {"rate": -1}}, "rate"),
-        ({"env_kwargs": {"profiles": "edge-6-heterogenous"}}, "edge-6-heterogeneous"),
         ({"env_kwargs": {"max_episode_steps": 5}}, "max_episode_steps"),
-        ({"env_kwargs": {"autoreset_mode": "SameStep"}}, "autoreset_mode"),
     ],
 )
 def test_bad_arguments_are_named(arguments, named):

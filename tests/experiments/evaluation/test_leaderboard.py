@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from servegym.baselines.policy_file import PolicyError
-from servegym.baselines.registry import from_callable, list_policies
+from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.evaluation import leaderboard, stats
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.guest import IN_PROCESS
 from servegym.experiments.evaluation.leaderboard import POINTS, Point, main, ranked, read_board
 from servegym.experiments.evaluation.play import DEFAULT_SEED
 
@@ -283,24 +282,3 @@ def test_names_are_checked_before_anything_runs(
         main(["--at-least", "random", "--quick"])
     with pytest.raises(ValueError, match="there are no results"):
         main(["--out", "none.csv"])
-
-
-def test_a_function_of_one_decision_serves_every_family() -> None:
-    def plan(observation, mask):  # the whole layer_budget evenly, never migrating
-        assert observation["counts"].ndim == 3 and mask is None
-        return {"migrate": 0, "plan": np.ones(observation["counts"].shape[:2], np.float32)}
-
-    policy = from_callable(plan, "still", batched=False)
-    rows = evaluate(
-        "servegym/ExpertPlacement-v0", [policy], 2, env_kwargs={"model": "toy", "epochs": 1}
-    )
-    assert all(row["migrations"] == 0 for row in rows)
-
-    def serve(observation, mask):
-        assert observation["activations"].ndim == 2 and mask.ndim == 1
-        return np.zeros(5, int)
-
-    policies = [from_callable(serve, "local", batched=False), "mix"]
-    small = {"model": "toy", "episode_requests": 10}
-    rows = evaluate("servegym/ServerlessMoE-v0", policies, 2, env_kwargs=small, guests=IN_PROCESS)
-    assert [r["mean_reward"] for r in rows[:2]] == [r["mean_reward"] for r in rows[2:]]

@@ -131,7 +131,7 @@ def test_later_looks_spend_what_is_left():
         assert (more.mean() - found.low) / error == pytest.approx(quantile, rel=1e-3)
 
 
-@pytest.mark.parametrize("chance", [0.05, 0.075, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("chance", [0.05, 0.1])
 def test_rare_losses_at_the_margin_rarely_pass(chance):
     rng = np.random.default_rng(1)
 
@@ -144,20 +144,6 @@ def test_rare_losses_at_the_margin_rarely_pass(chance):
     assert passed(0.04) <= (0.05 if chance < 0.06 else 0.02)
 
 
-def test_normal_gains_pass_where_equal_and_fail_early_where_bad():
-    rng = np.random.default_rng(2)
-    for mean, deviation in ((0.0, 0.035), (-0.02, 0.04), (-0.04, 0.04), (-0.4, 0.05)):
-        found = [first_verdict(rng.normal(mean, deviation, 64)) for _ in range(400)]
-        passed = np.mean([verdict == "passed" for verdict, _ in found])
-        failed = np.mean([verdict == "failed" for verdict, _ in found])
-        if mean == 0.0:
-            assert passed > 0.9 and failed < 0.01
-        else:
-            assert passed <= (0.05 if mean == -0.02 else 0.01) and failed > 0.5
-        if mean == -0.4:
-            assert np.mean([count for _, count in found]) < 4.5
-
-
 def test_student_interval_by_hand():
     # t of two degrees of freedom is 4.303.
     one = stats.student_interval([1.0, 2.0, 3.0])
@@ -166,33 +152,6 @@ def test_student_interval_by_hand():
     assert single.value == 0.5 and np.isnan(single.low) and np.isnan(single.high)
     with pytest.raises(ValueError, match="values has shape"):
         stats.student_interval([])
-
-
-def crossed(rng, trainings, episodes, of_training, of_episode, of_both, mean=1.0):
-    """Scores (trainings, episodes) of a crossed random-effects model."""
-    return (
-        mean
-        + of_training * rng.normal(size=(trainings, 1))
-        + of_episode * rng.normal(size=episodes)
-        + of_both * rng.normal(size=(trainings, episodes))
-    )
-
-
-@pytest.mark.parametrize(
-    "trainings, of_training, of_episode, of_both", [(5, 1.0, 2.0, 1.0), (3, 1.0, 0.2, 0.2)]
-)
-def test_coverage_over_trainings_and_episodes(trainings, of_training, of_episode, of_both):
-    rng = np.random.default_rng(1)
-    size = trainings, 20, of_training, of_episode, of_both
-    found = []
-    for _ in range(250):
-        sample = [crossed(rng, *size)]
-        found.append(stats._crossed(sample, lambda own: own, stats.mean, repetitions=100))
-    covered = np.mean([one.low <= 1.0 <= one.high for one in found])
-    assert 0.93 <= covered <= 0.99, covered
-    # Known: the variance of the mean is s2/S + e2/E + b2/(S E); neither part alone is enough.
-    half = np.sqrt(of_training**2 / trainings + of_episode**2 / 20 + of_both**2 / (trainings * 20))
-    assert np.median([one.high - one.low for one in found]) / 2 > 1.7 * half
 
 
 def test_one_part_of_the_variance_alone_gives_the_known_interval():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from servegym._files import MalformedFileError
-from servegym.experiments.evaluation.output import print_table, read_rows
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import (
     Table,
     note,
@@ -16,18 +16,6 @@ from servegym.experiments.evaluation.tables import (
     read_record,
     write_result,
 )
-
-
-def test_a_wide_table_is_printed_in_parts_of_100_columns(capsys) -> None:
-    columns = ["policy", "kind", *(f"column {k}" for k in range(9))]
-    rows = [[f"p{n}", "baseline", *(f"{n}.{k} [0.1, 0.2]" for k in range(9))] for n in range(2)]
-    print_table("a title", columns, rows, ["a note " * 30], left=2)
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert sum(line.split()[:2] == ["p1", "baseline"] for line in lines) == 3
-    for text in ["a title", *columns[2:], *rows[0][2:], *rows[1][2:]]:
-        assert out.count(text) == 1
 
 
 def test_a_result_is_rows_and_a_record(tmp_path: Path) -> None:

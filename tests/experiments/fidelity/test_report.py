@@ -13,7 +13,6 @@ from servegym.experiments.fidelity.comparison import check_devices, matching_pro
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.compose import compose
-from servegym.hardware_profiles.host import engine_host
 
 from ...runner import servegym
 
@@ -171,21 +170,15 @@ def test_bad_files_are_refused(tmp_path):
     fourth, settings = json.loads(lines[3]), json.loads(meta.read_text())
     for change, words in (
         ({"input_toks": 0}, "requests.jsonl:4: field 'input_toks'"),
-        ({"output_toks": 1.5}, "requests.jsonl:4: field 'output_toks'"),
-        ({"queued_ts": float("nan")}, "requests.jsonl:4: field 'queued_ts'"),
         ({"arrival_time": None}, "requests.jsonl:4: field 'arrival_time'"),
         ({"first_token_ts": 0.0}, "field 'first_token_ts'.*order"),
-        ({"last_token_ts": 9e6}, "field 'last_token_ts'.*milliseconds"),
         ({"arrival_time": 1.7e12}, "jsonl:4: field 'arrival_time'.*cannot be seconds"),
-        ({"scheduled_ts": "soon"}, "jsonl:4: field 'scheduled_ts': 'soon' is text"),
-        ({"scheduled_ts": 1.7e15}, "jsonl:4: field 'scheduled_ts'.*cannot be seconds"),
     ):
         changed = [*lines[:3], json.dumps({**fourth, **change}), *lines[4:]]
         refused(tmp_path, requests, "\n".join(changed), words)
     refused(tmp_path, requests, lines[0], "fewer than two")
     for wrong, words in (
         (text.replace("running", "runing"), "timeseries.csv:1: field 'running'"),
-        (text + "9,1,1,nan\n", "field 'kv_cache_pct'"),
         (text + "9,1,1,941.0\n", "write percent"),
         (text + "1700000000,1,1,5\n", "field 't': got 1700000000; write seconds since the run"),
     ):
@@ -195,12 +188,8 @@ def test_bad_files_are_refused(tmp_path):
     kwargs, cache = settings["engine_kwargs"], settings["kv_cache"]
     for change, words in (
         ({"kv_cache": {**cache, "num_kv_tokens": "8000"}}, "field 'kv_cache.num_kv_tokens'"),
-        ({"kv_cache": [1]}, "field 'kv_cache'"),
         ({"engine_kwargs": {"max_num_seqs": 16}}, "field 'engine_kwargs.max_num_batched_tokens'"),
-        ({"engine_kwargs": {**kwargs, "async_scheduling": "on"}}, "kwargs.async_scheduling'"),
         ({"started_at": 1.7e9}, "field 'started_at': got 1700000000.0"),
-        ({"started_at": "yesterday"}, "field 'started_at': got 'yesterday'"),
-        ({"model": 3}, "field 'model'"),
         *(
             ({"engine_kwargs": {**kwargs, name: 2}}, f"field 'engine_kwargs.{name}': is 2")
             for name in ("data_parallel_size", "pipeline_parallel_size")
@@ -269,16 +258,6 @@ def test_what_a_run_does_not_have_is_left_out(tmp_path, capsys):
         assert "nan" not in (tmp_path / f"{name}.csv").read_text()
 
 
-def test_missing_runs_and_profiles_are_named(folder, tmp_path, monkeypatch):
-    monkeypatch.delenv("SERVEGYM_DATA", raising=False)
-    monkeypatch.chdir(tmp_path)
-    result = servegym("fidelity")
-    assert result.exit_code == 2 and "--run" in result.stderr
-    run = replace(load_run(folder), device="NVIDIA GeForce RTX 4091")
-    with pytest.raises(ValueError, match=r"RTX 4091.*--profile"):
-        matching_profile(run)
-
-
 def test_errors_of_the_published_run_stay_small(measured):
     """|error of the mean| and median |error| of the published run, where the data are at hand."""
     run = load_run(measured(*report.RUN_FOLDER))
@@ -296,32 +275,11 @@ def test_errors_of_the_published_run_stay_small(measured):
     assert all(row["correlation"] > 0.9 for row in comparison.compare_series(run.series, course))
 
 
-def test_engines_cards_and_experts_of_a_run(tmp_path):
-    """A composed profile takes the run's engine; one that is named goes before it."""
-    made_up_run(tmp_path)
-    run = load_run(tmp_path)
-    shipped, composed = load(PROFILE), compose("h100", "qwen3-30b-a3b")
-    assert comparison.of_engine(shipped, run, None) is shipped  # which has no host
-    assert comparison.of_engine(composed, run, None) is composed  # of a run without a version
-    told = comparison.of_engine(composed, replace(run, version="0.11.2"), None)
-    assert told.host == engine_host("vLLM", "0.11") != composed.host
-    assert comparison.of_engine(composed, run, "vllm@0.11").host == told.host
-    variants = [row["variant"] for row in comparison.sensitivity(run, composed)]
-    assert "linear law instead of tables" not in variants and len(variants) == 6
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    (tmp_path / "meta.json").write_text(json.dumps({**meta, "hardware": {}}))
-    with pytest.raises(ValueError, match=r"meta.json has no hardware.device_name"):
-        matching_profile(load_run(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
         ("engine_kwargs.speculative_config", {"method": "eagle3"}, "speculative_config.*replay"),
         ("engine_kwargs.enforce_eager", True, "enforce_eager.*got True"),
-        ("engine_kwargs.cpu_offload_gb", 4, "cpu_offload_gb"),
-        ("engine_kwargs.scheduling_policy", "priority", "scheduling_policy"),
-        ("engine_kwargs.enable_chunked_prefill", False, "enable_chunked_prefill"),
         ("resolved_config.speculative_config", {"method": "ngram"}, "speculative_config"),
     ],
 )

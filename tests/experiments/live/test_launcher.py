@@ -1,7 +1,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -119,32 +118,6 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path):
         assert _gone(pids)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("victim", ["up", "supervisor"])
-def test_nothing_is_left_of_a_start_that_is_ended(tmp_path, victim, number):
-    script = tmp_path / "sleeper"
-    script.write_text("#!/bin/sh\nexec sleep 100\n")
-    script.chmod(0o755)
-    (tmp_path / "fleet.toml").write_text(
-        f'[[server]]\nname = "a"\nengine = "llama.cpp"\nmodel = "{TINY}"\npython = "{script}"\n'
-    )
-    folder = tmp_path / "run"
-    code = "from servegym.experiments.cli import main; main()"
-    words = [sys.executable, "-c", code, "real", "up"]
-    words += [str(tmp_path / "fleet.toml"), "--folder", str(folder)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE) as up:
-        while len(pids := _below(launcher._supervisor(folder))) < 3:
-            time.sleep(0.02)
-        with pytest.raises(ValueError, match="run there"):
-            launcher.up(tmp_path / "fleet.toml", folder)
-        os.kill(up.pid if victim == "up" else pids[0], number)
-        assert _gone(pids)
-        error = up.communicate()[1].decode()
-    assert ("ended before all servers ran" in error) == (victim == "supervisor")
-    assert not (folder / launcher.ENDPOINTS).exists()
-
-
 def test_a_server_that_cannot_start_is_named(tmp_path):
     for change, what in (
         ({"model": "random:8"}, "random:LAYERSxWIDTH"),
@@ -172,15 +145,3 @@ def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path, monkeyp
     spec = ServerSpec("a", "llama.cpp", TINY, python=str(script))
     with pytest.raises(ValueError, match="not healthy after 0.3 s"):
         launcher.Fleet([spec], tmp_path)
-
-
-def test_the_cause_of_a_failed_start_is_shown_though_nothing_can_be_written(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "supervisor.log").symlink_to("/dev/full")
-    (folder / "models").write_text("no folder")
-    (tmp_path / "fleet.toml").write_text(
-        f'[[server]]\nname = "a"\nengine = "llama.cpp"\nmodel = "{TINY}"\n'
-    )
-    with pytest.raises(ValueError, match="models"):
-        launcher.up(tmp_path / "fleet.toml", folder)

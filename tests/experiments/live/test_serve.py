@@ -5,13 +5,11 @@ import gzip
 import json
 import re
 import signal
-import threading
 import tracemalloc
 import zlib
 
 import numpy as np
 import pytest
-from aiohttp import http_parser
 
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live import launcher
@@ -149,21 +147,14 @@ REFUSED = [
     ({"prompt": [1, -1]}, 400, "prompt"),
     ({"prompt": ["a", "b"]}, 400, "prompt"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
-    ({"prompt": "a", "max_tokens": 10**30}, 400, "maximum context length"),
-    ({"prompt": [1] * 5000}, 400, "maximum context length"),
     ({"prompt": "a", "max_tokens": int("9" * 401)}, 400, "maximum context length"),
     ({"prompt": "a", "max_completion_tokens": 0}, 400, "max_completion_tokens"),
-    ({"prompt": "a", "max_completion_tokens": "9"}, 400, "max_completion_tokens"),
     (b'{"prompt": "a", "max_tokens": 1e400}', 400, "max_tokens"),
-    (b'{"prompt": "a", "max_tokens": Infinity}', 400, "max_tokens"),
     (b'{"a": [' + b"," * 80_000 + b"]}", 400, "maximum context length"),
     ({"prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
     ({"prompt": "a", "n": 2}, 400, "n must be 1"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
-    ({"prompt": "a", "echo": True}, 400, "echo"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
-    (b'{"prompt": [' + b"[" * 90 + b"]" * 90 + b"]}", 400, "nested"),
-    (b'{"prompt": "a", "a": [' + b"[]," * 33_000 + b"0]}", 400, "maximum context length"),
     *(
         ({"prompt": "a", name: value}, 400, f"{name} must be")
         for name, values in {
@@ -198,10 +189,6 @@ REFUSED = [
         for content in (None, 0, False, {}, [], [5], [{"type": [], "text": "a"}])
     ),
     ({"messages": [{"role": "assistant", "content": 0}]}, 400, "content"),
-    *(
-        ({"messages": [{"role": "assistant", "tool_calls": calls}]}, 400, "tool_calls")
-        for calls in ("x", ["x"], {"id": "a"})
-    ),
 ]
 
 
@@ -234,14 +221,10 @@ NAMED_F = {"type": "function", "function": {"name": "f"}}
                 "best_of": 2,
             }.items()
         ),
-        ("truncate_prompt_tokens", {"truncate_prompt_tokens": -1}),
         ("logprobs", {"logprobs": 0}),
-        ("top_logprobs", {"logprobs": True, "top_logprobs": 99}),
-        ("top_logprobs", {"top_logprobs": 2}),
         *(("tool_choice", {"tool_choice": choice}) for choice in ("required", "auto", NAMED_F)),
         ("tool_choice", {"tool_choice": "some", "tools": [tool("f")]}),
         ("tool_choice", {"tool_choice": NAMED_F, "tools": [tool("g")]}),
-        ("tool_choice", {"tool_choice": {"function": 5}, "tools": [tool("f")]}),
         *(("tools", {"tools": [one]}) for one in (5, {}, {"function": {}}, {"function": "f"})),
     ],
 )
@@ -252,36 +235,11 @@ def test_what_would_change_the_numbers_is_refused_by_its_field(param, more):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {
-            "logprobs": False,
-            "echo": False,
-            "documents": [],
-            "suffix": "",
-            "priority": 0,
-            "stop": [],
-        },
-        {"tool_choice": "none", "stop": None, "response_format": {"type": "json_object"}},
-        *(
-            {"tool_choice": one, "tools": [tool("f")]}
-            for one in (None, "auto", "required", NAMED_F)
-        ),
-        {"tool_choice": "required", "tools": []},
-    ],
-)
-def test_what_asks_for_nothing_is_taken(more):
-    assert read_request({"messages": TALK, **more}, True, ["m"], 4096).prompt
-
-
-@pytest.mark.parametrize(
     "answer",
     [
         {"content": None},
         {},
-        {"content": []},
         {"content": [{"type": "refusal", "refusal": "no"}]},
-        {"content": ["yes", {"type": "output_text", "text": "no"}]},
         {"content": None, "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
     ],
 )
@@ -370,33 +328,6 @@ def test_no_more_of_a_body_is_inflated_than_it_may_have(encoding, bits):
         tracemalloc.stop()
 
 
-def test_bodies_are_inflated_beside_the_loop_and_only_where_they_are_read(monkeypatch):
-    def spy(*arguments):
-        threads.append(threading.current_thread())
-        return inflate(*arguments)
-
-    threads = []
-    monkeypatch.setattr(server_module, "inflate", spy)
-    monkeypatch.setattr(http_parser, "ZLibDecompressor", None)  # aiohttp's inflates on the loop
-
-    async def scenario(session, server):
-        url, found = server.endpoint.url, []
-        headers = {"Content-Encoding": "gzip"}
-        pages = [
-            ("POST", "/completions", GZIP),
-            ("POST", "/nowhere", gzip.compress(bytes(1 << 20))),
-        ]
-        for method, page, data in (*pages, ("GET", "/models", gzip.compress(bytes(1 << 20)))):
-            async with session.request(method, url + page, data=data, headers=headers) as response:
-                found.append(response.status)
-        headers = {"Content-Encoding": "br"}
-        async with session.post(f"{url}/completions", data=b"x", headers=headers) as response:
-            return [*found, response.status]
-
-    assert served(scenario) == [200, 404, 200, 415]
-    assert len(threads) == 2 and threading.main_thread() not in threads
-
-
 SECRET = b"SECRET"
 GZIP = gzip.compress(b'{"prompt": "a", "max_tokens": 2}')
 
@@ -408,19 +339,16 @@ def request(body, *headers, line=b"POST /v1/completions"):
 
 WIRE = {
     "long header": (request(b"", b"X-Key: " + 1400 * SECRET), 431),
-    "long name": (request(b"", 1400 * SECRET + b": x"), 431),
     "long line": (request(b"", line=b"GET /" + 1400 * SECRET), 431),
     "many headers": (request(b"", *(b"X-%d: SECRET" % k for k in range(300))), 400),
     "no header": (request(b"", b"Authorization Bearer SECRET"), 400),
-    "no method": (b"SECRET / HTTP/1.1\r\n\r\n", 400),
-    "no address": (request(b"", line=b"GET http://[SECRET"), 400),
     "no chunk": (request(b"", b"Transfer-Encoding: chunked") + b"SECRET\r\n", 400),
     "no page": (request(b"", line=b"GET /SECRET"), 404),
     "no such method": (request(b"", line=b"GET /v1/completions"), 405),
     "expectation": (request(b"{}", b"Expect: SECRET"), 417),
     "gzip": (request(GZIP, b"Content-Encoding: gzip"), 200),
+    "brotli": (request(b"x", b"Content-Encoding: br"), 415),
     "no gzip": (request(SECRET + GZIP, b"Content-Encoding: gzip"), 400),
-    "corrupt gzip": (request(GZIP[:20] + SECRET + GZIP[20:], b"Content-Encoding: gzip"), 400),
     "corrupt deflate": (request(SECRET, b"Content-Encoding: deflate"), 400),
     "long gzip": (request(gzip.compress(bytes(9 << 20)), b"Content-Encoding: gzip"), 413),
 }
@@ -622,18 +550,6 @@ def test_a_crash_breaks_connections_and_loses_the_cache():
     assert counted["vllm:request_success_total:error"] == 1
 
 
-def test_a_refusing_server_ends_what_it_has():
-    async def scenario(session, server):
-        task = await begun(session, server, 1500)
-        await server.fail(Fault("refuse", start_s=server.now))
-        second = await stream(session, completions(server), completion_body("llama", STORY, 2))
-        return await task, second
-
-    first, second = served(scenario)
-    assert first.error == "" and first.tokens == 1500
-    assert second.status == 0 and "Connect" in second.error
-
-
 def test_a_flood_is_refused_and_not_queued_without_end():
     async def scenario(session, server):
         server.engine = LiveEngine(load(PROFILE), max_num_seqs=2, max_requests=3)
@@ -648,7 +564,6 @@ def test_a_failure_is_read_or_refused():
     for text, word in (
         ("explode", "explode"),
         ("error,rate=2", "rate"),
-        ("error,rate=x", "rate"),
         ("error,rte=.1", "rte"),
         ("error,status=200", "status"),
         ("crash,rate=.5", "rate"),
@@ -675,45 +590,6 @@ def test_headers_that_do_not_come_end_the_connection(monkeypatch):
         return await task
 
     assert served(scenario, speed=1.0).error == ""
-
-
-def test_a_connection_is_idle_since_its_last_answer(monkeypatch):
-    """One that is used is kept however often it is seen between two requests."""
-    monkeypatch.setattr(server_module, "HEADERS_S", 30.0)
-
-    async def scenario(session, server):
-        clock = asyncio.get_running_loop().time
-        connection = await asyncio.open_connection("127.0.0.1", server.port)
-        begin = clock()
-        monkeypatch.setattr(server, "_loop", Later(server._loop))
-        for second in range(0, 300, 29):
-            server._loop.more = second
-            connection[1].write(request(b"", line=b"GET /health"))
-            assert b"200 OK" in await connection[0].readuntil(b"\r\n\r\n")
-            server._close_idle(begin + second)
-            server._close_idle(begin + second + 28)
-            assert not connection[0].at_eof()
-        server._loop.more = 0  # the engine's clock is that of the loop
-        endless = await begun(session, server, 3900)
-        server._close_idle(begin + 10_000)
-        assert await connection[0].read() == b""
-        assert not endless.done()
-        endless.cancel()
-
-    served(scenario, speed=1.0)
-
-
-class Later:
-    """A loop whose clock is some seconds late."""
-
-    def __init__(self, loop):
-        self._of, self.more = loop, 0
-
-    def __getattr__(self, name):
-        return getattr(self._of, name)
-
-    def time(self):
-        return self._of.time() + self.more
 
 
 def test_nothing_of_a_request_is_logged(monkeypatch, caplog):
@@ -764,17 +640,11 @@ def test_a_bad_command_is_refused_before_anything_listens(monkeypatch):
     model = ["--card", "h100", "--model", "llama-3.1-8b"]
     for words, word in (
         ([], "FLEET.toml"),
-        (["--card", "h100"], "--model"),
         (["--card", "h1000", "--model", "llama-3.1-8b"], "h1000"),
         ([*model, "--replicas", "0"], "replicas"),
-        ([*model, "--speed", "0"], "speed"),
         ([*model, "--context", "9999999"], "context"),
         ([*model, "--batched-tokens", "9"], "batched_tokens"),
         ([*model, "--slo-ttft", "-1", "--dashboard"], "slo"),
-        *(
-            ([*model, "--max-body-mib", x], f"max-body-mib={x}")
-            for x in ("inf", "nan", "0.0", "-1")
-        ),
         ([*model, "--dashboard", "65536"], "dashboard: port 65536"),
         ([*model, "--dashboard", "8090", "--host", "203.0.113.1"], "dashboard: port 8090"),
         ([*model, "--endpoints", "/nowhere/at/all"], "--endpoints /nowhere/at/all: no folder"),

@@ -98,33 +98,19 @@ def test_every_argument_of_a_shipped_sweep_is_one_of_its_agent(name: str) -> Non
     ("old", "new", "message"),
     [
         ("method: bayes", "method: bays", "method='bays' is unknown"),
-        ("method: bayes", "method: grid", "learning_rate: a grid needs values"),
         ("agents/ppo.py", "agents/no_such.py", "no agent of servegym has it"),
         ("min: 0.001", "min: 0", "log_uniform_values needs a min above 0"),
-        ("min: 0.001", "min: 1.0", "min 1.0 is not below max 0.1"),
         ("min: 0.001", "min: .nan", "learning_rate.min=nan must be a finite number"),
         ("{min: 1, max: 9}", "{min: 1}", "num_steps needs value, values, or min and max"),
         ("values: [8, 16, 32]", "values: [[8], 16]", "is no number, text, true or false"),
-        ("{value: mlp}", "mlp", "parameters.arch must be a mapping"),
         ("metric: {name: eval/score, goal: minimize}", "", "metric is missing"),
         ("method: bayes", "method: bayes\nmethods: 1", "key='methods' is unknown"),
-        ("method: bayes", "method: bayes\nearly_terminate: {type: envelope}", "hyperband"),
-        ("method: bayes", "method: [bayes", "mine.yaml"),
         ("method: bayes", "method: bayes\ncommand: [x]", "command is not carried out: arguments"),
-        ("goal: minimize", "goal: minimize, target: 1", "metric.target is not carried out"),
-        ("eval/score,", "'eval/score ',", "metric.name is 'eval/score '; write a text"),
-        (
-            "method: bayes",
-            "method: bayes\nearly_terminate: {type: hyperband, s: 2, eta: 3, max_iter: 27}",
-            "early_terminate.s is not carried out: write min_iter",
-        ),
         (
             "method: bayes",
             "method: bayes\nearly_terminate: {type: hyperband, strict: true}",
             "early_terminate.strict is not carried out",
         ),
-        ("method: bayes", "method: bayes\nrun_cap: 0", "run_cap=0 must be a whole number"),
-        ("{min: 1, max: 9}", "{min: 1, max: 9, q: 2}", "parameters.num_steps.key='q' is unknown"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_name(
@@ -204,19 +190,6 @@ def test_a_grid_runs_every_point_once(tmp_path: Path, agent: Path) -> None:
     points = [(row["width"], row["learning_rate"]) for row in table(tmp_path / "out")]
     assert sorted(points) == sorted((w, r) for w in ("8", "16") for r in ("0.01", "0.1"))
     assert table(tmp_path / "out")[0]["learning_rate"] == "0.01"
-
-
-@pytest.mark.slow
-def test_hyperband_stops_poor_runs_before_their_end(tmp_path: Path, agent: Path) -> None:
-    text = GOOD.replace(
-        "method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\nmethod: random"
-    ).replace("{value: mlp}", "{value: mlp}\n  pause: {value: 0.4}")
-    out = run_sweep(read_sweep(written(tmp_path, text)), 12, 4, tmp_path / "out", seed=3)
-    rows = table(out)
-    stopped = [row for row in rows if row["state"] == "pruned"]
-    # On a busy machine one may have come to its end before the runner looks.
-    assert any(int(row["evaluations"]) < 5 for row in stopped)
-    assert rows[0]["state"] == "complete"
 
 
 def test_a_sweep_whose_runs_all_fail_says_so(tmp_path: Path, agent: Path) -> None:

@@ -189,18 +189,12 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
 @pytest.mark.parametrize(
     ("status", "kind", "parts", "blamed"),
     [
-        *((status, JSON, [b"{}"], True) for status in (302, 500, 502, 503)),
-        *((status, JSON, [b"{}"], False) for status in (400, 401, 403, 404, 405, 408, 413, 429)),
+        *((status, JSON, [b"{}"], True) for status in (302, 500)),
+        *((status, JSON, [b"{}"], False) for status in (400, 429)),
         (200, JSON, [], True),
-        (200, JSON, [b""], True),
         (200, JSON, [b'{"choices": []}'], True),
-        (200, JSON, [b'{"choices": [{"message": {"content": ""}}]}'], True),
-        (200, JSON, [b'{"error": {"message": "no"}, "choices": [{"text": "w"}]}'], True),
-        (200, JSON, [b"[" * 100_000], True),
         (200, JSON, [WHOLE[:9], WHOLE[9:]], None),
-        (200, JSON, [b'{"choices": [{"message": {"tool_calls": [{}]}}]}'], None),
         (200, "text/html", [b"<html>log in</html>"], True),
-        (200, "", [WHOLE], True),
         (200, EVENTS, [DONE], True),
         (200, EVENTS, [LAST, DONE], None),  # empty and regular
         (
@@ -210,13 +204,8 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
             None,
         ),
         (200, EVENTS, [TOKEN], True),
-        (200, EVENTS, [TOKEN, b'data: {"object": "error", "code": 500}\n\n', DONE], True),
         (200, EVENTS, [MULTILINE, LAST.replace(b"\n", b"\r"), DONE.replace(b": ", b":")], None),
-        (200, EVENTS, [MULTILINE, DONE[:-1]], True),  # an event ends with an empty line
-        (200, JSON, [b'{"object": "error", "message": "engine stopped", "code": 500}'], True),
         (200, EVENTS, [TOKEN, b'data: {"error": {"message": "no"}}\n\n', DONE], True),
-        (200, EVENTS, [TOKEN, b'data: {"usage": {"completion_tokens": 1e400}}\n\n', DONE], None),
-        (200, EVENTS, [TOKEN, b"data: " + b"[" * 100_000 + b"\n\n", DONE], None),
     ],
 )
 def test_wrong_answers_count_against_the_server(status, kind, parts, blamed):

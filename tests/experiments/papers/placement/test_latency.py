@@ -6,7 +6,7 @@ import pytest
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.placement import latency as placement_latency
-from servegym.experiments.papers.placement.latency import PAPER, TABLE1
+from servegym.experiments.papers.placement.latency import PAPER
 
 
 def measured(mean_s):
@@ -70,58 +70,3 @@ def test_table2_compares_with_the_paper_and_tells_who_is_overloaded(monkeypatch,
         elif row["policy"] == "whole_layer":
             assert np.isnan(row["ratio_to_paper"])
     assert [one["verdict"] for one in notes if "verdict" in one] == ["agrees"] * 8
-
-
-def test_table1_compares_sharing_and_redirection(monkeypatch, tmp_path):
-    seconds = {"moe_infinity": 10.0, "moe_infinity_lb": 9.0, "uniform": 8.0}
-
-    def mean_s(policy, kwargs):
-        """Twice the channel, half the time of servers that fetch."""
-        faster = kwargs["cluster_kwargs"]["pcie_bytes_s"] / 12e9
-        return seconds[policy] / (faster if policy.startswith("moe") else 1.0)
-
-    rows, notes = run(monkeypatch, tmp_path, "table1", mean_s)
-    assert [(r["skew"], r["pcie_gb_s"], r["policy"]) for r in rows] == [
-        (skew, speed, policy)
-        for skew in ("measured", "paper")
-        for speed in (12, 16, 24)
-        for policy in TABLE1
-    ]
-    fetching = [row["mean_latency_s"] for row in rows if row["policy"] == "moe_infinity"]
-    assert fetching == [10.0, 7.5, 5.0] * 2
-    # At 24 GB/s fetching is twice as fast and sharing does not pay any more.
-    verdicts = [one["verdict"] for one in notes if one.get("claim", "").startswith("sharing")]
-    assert verdicts == ["agrees", "disagrees", "disagrees"] * 2
-    sharing = [row for row in rows if row["policy"] == "uniform"]
-    assert sharing[0]["change_pct_moe_infinity"] == pytest.approx(-20.0)
-
-
-@pytest.mark.parametrize("leader", ["prism", "uniform"])
-def test_fig6_says_whether_prism_leads(monkeypatch, tmp_path, leader):
-    monkeypatch.setattr(placement_latency, "WORKLOADS", {"BigBench": ("paper_testbed", 3)})
-    monkeypatch.setattr(placement_latency, "MODELS", {"Mixtral-8x7B": "mixtral-8x7b"})
-
-    def drive(kwargs, policy, seed, slices, pooled_start):
-        assert pooled_start and slices == 5 and kwargs["epochs"] == 3
-        share = 80 if policy == leader else 95 if policy == "proxy_optimum" else 60
-        looks = []
-        for part in range(slices * kwargs["epochs"]):
-            local = share if part >= slices else 50  # all start alike
-            looks.append(
-                {
-                    "end_s": 60.0 * (part + 1),
-                    "all_local_tokens": local,
-                    "all_remote_tokens": 100 - local,
-                    "all_local_calls": 0,
-                    "all_remote_calls": 0,
-                    "adopted": 0.0,
-                }
-            )
-        return None, looks
-
-    monkeypatch.setattr(placement_latency, "drive", drive)
-    rows, notes = run(monkeypatch, tmp_path, "fig6")
-    assert len(rows) == 6 * 15 and {row["local_calls"] for row in rows} == {0.0}
-    (found,) = notes
-    assert found["verdict"] == ("agrees" if leader == "prism" else "disagrees")
-    assert "BigBench, Mixtral-8x7B: 0." in found["text"]

@@ -25,10 +25,3 @@ def test_four_ways_are_compared_with_the_report(small, tmp_path):
     assert precise["ttft_p90_s"] < blind["ttft_p90_s"]
     assert blind["report_ttft_p90_s"] == 105.988
     assert rows["pinned", 60.0]["report_ttft_p90_s"] == ""
-
-
-def test_a_stage_that_runs_into_the_next_one_is_an_error(small, monkeypatch, tmp_path):
-    monkeypatch.setattr(llm_d, "PAUSE_S", 0.5)
-    monkeypatch.setattr(llm_d, "STAGES", ((15.0, 6.0), (0.0, 0.5), (3.0, 6.0), (60.0, 4.0)))
-    with pytest.raises(ValueError, match="stage 0 has not drained"):
-        llm_d.main(["--episodes", "1", "--out", str(tmp_path), "--figure", "llm_d"])

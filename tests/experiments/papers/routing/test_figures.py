@@ -14,8 +14,6 @@ from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.stats import paired_difference
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.routing import episodes as routing_episodes
-from servegym.experiments.papers.routing import learning as routing_learning
-from servegym.experiments.papers.routing import load_sweeps as routing_sweeps
 from servegym.experiments.papers.routing import measuring as routing_measuring
 from servegym.experiments.papers.routing import workload as routing_workload
 from servegym.experiments.papers.routing.claims import RETRAINED
@@ -107,31 +105,6 @@ def test_workload_figures(tmp_path):
 
 
 @pytest.mark.slow
-def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
-    monkeypatch.setattr(routing_sweeps, "RATES", (5.0, 8.0))
-    argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained)]
-    assert routing_sweeps.main([*argv, "--figure", "fig12", "--profiles", HET]) == 0
-    rows = read_rows(tmp_path / "fig12_rate.csv")
-    assert len(rows) == 2 * (len(routing_measuring.BASELINES) + 2)
-    assert {r["policy"]: r["trainings"] for r in rows}["sac_han"] == 2
-    # The same episodes for every policy: one ceiling at a rate.
-    assert all(len({r["ceiling"] for r in rows if r["rate"] == v}) == 1 for v in (5, 8))
-    record = read_record(tmp_path / "fig12_rate.csv")
-    assert record["settings"]["trained_routers"]["sac_han"] == [1, 2]
-
-
-def test_number_of_experts(tmp_path, trained, monkeypatch):
-    monkeypatch.setattr(routing_sweeps, "BASELINES", ("shortest_queue",))
-    argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained), "--episodes", "1"]
-    assert routing_sweeps.main([*argv, "--figure", "fig11", "--profiles", HET]) == 0
-    rows = read_rows(tmp_path / "fig11_experts.csv")
-    assert {row["experts"] for row in rows} == {3, 12}
-    for count in (3, 12):
-        served = {row["policy"] for row in rows if row["experts"] == count}
-        assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
-
-
-@pytest.mark.slow
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
     assert routing_episodes.main(argv) == 0
@@ -148,22 +121,3 @@ def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_
     assert got == pytest.approx(np.mean([row["avg_qos"] for row in wanted]), rel=1e-6)
     memory = np.nansum(found["memory_use"] * weight) / weight.sum()
     assert memory == pytest.approx(np.mean([row["memory_use"] for row in wanted]), rel=0.05)
-
-
-@pytest.mark.slow
-def test_learning_figures(tmp_path, trained, monkeypatch):
-    monkeypatch.setattr("servegym.agents.lib.checkpoint.SHIPPED", tmp_path / "nothing")
-    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
-    assert routing_learning.main([*argv, "--episodes", "1"]) == 0
-    predictors = read_rows(tmp_path / "fig18_predictors.csv")
-    assert len({row["predictors"] for row in predictors}) == 7
-    for name in ("shortest_queue", "baseline_rl"):  # neither reads a prediction
-        own = [row["qos"] for row in predictors if row["policy"] == name]
-        assert len(own) == 7 and len(set(own)) == 1
-    so = [row["predictors"] for row in predictors if row["policy"] == f"sac_han{RETRAINED}"]
-    assert so == ["PS+PL", "ZS+ZL"]
-    assert "sac_han" not in {row["policy"] for row in predictors}
-    table = {row["component"]: row for row in read_rows(tmp_path / "table2_router.csv")}
-    assert 10_000 < table["HAN"]["parameters"] < 60_000
-    one = table["one decision"]
-    assert 0 < one["p50_ms"] <= one["p99_ms"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from servegym.experiments.papers.serverless.predictors import PREDICTORS, js_divergence
+from servegym.experiments.papers.serverless.predictors import js_divergence
 from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
     BruteForce,
@@ -11,9 +11,6 @@ from servegym.experiments.papers.serverless.predictors.similar_prompts import (
 )
 
 WIDTH = 12
-
-
-TREES = ["sps", "vared", "varpam"]
 
 
 def made_up(prompts=240, layers=3, experts=6, topics=5, noise=0.3, seed=0):
@@ -33,35 +30,6 @@ def soft_cosine(first, second, sigma=1e-12):
     """Eq. 11 from pooled vectors (P, d) and (Q, d): (P, Q)."""
     norms = np.outer(np.linalg.norm(first, axis=1), np.linalg.norm(second, axis=1))
     return first @ second.T / (norms + sigma)
-
-
-@pytest.mark.parametrize("name", sorted(PREDICTORS))
-def test_every_predictor_returns_distributions_and_repeats_itself(name):
-    embeddings, shares, topic = made_up()
-    found = [
-        PREDICTORS[name]()
-        .fit(embeddings[:200], shares[:200], tasks=topic[:200])
-        .predict(embeddings[200:], task=topic[200:])
-        for _ in range(2)
-    ]
-    assert found[0].shape == (40, 3, 6) and found[0].dtype == np.float64
-    assert (found[0] >= 0).all()
-    np.testing.assert_allclose(found[0].sum(axis=2), 1.0, atol=1e-12)
-    np.testing.assert_array_equal(found[0], found[1])
-
-
-@pytest.mark.parametrize("name", ["bf", "sps", "vared", "category", "ridge", "fate"])
-def test_predictors_that_look_at_the_prompt_beat_the_mean(name):
-    embeddings, shares, topic = made_up()
-
-    def error(predictor):
-        predictor.fit(embeddings[:200], shares[:200], tasks=topic[:200])
-        return js_divergence(
-            predictor.predict(embeddings[200:], task=topic[200:]), shares[200:]
-        ).mean()
-
-    mean = error(PREDICTORS["dop"]())
-    assert error(PREDICTORS[name]()) < 0.7 * mean < 0.7 * error(PREDICTORS["ef"]())
 
 
 def test_brute_force_is_the_softmax_weighted_mean():
@@ -84,29 +52,6 @@ def test_js_divergence_has_known_values():
     p, q = rng.dirichlet(np.ones(5), (4, 1)), rng.dirichlet(np.ones(5), 3)
     assert js_divergence(p, q).shape == (4, 3)
     np.testing.assert_allclose(js_divergence(p, q), js_divergence(q, p))
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_the_tree_holds_every_prompt_once_below_its_medoids(name):
-    embeddings, shares, _ = made_up(400)
-    fitted = PREDICTORS[name](alpha=3, beta=20).fit(embeddings, shares)
-    leaves = fitted.tree.leaves
-    assert len(leaves) > 400 // 20
-    assert max(map(len, leaves)) <= 20
-    np.testing.assert_array_equal(np.sort(np.concatenate(leaves)), np.arange(400))
-    distance = 1 - soft_cosine(embeddings, embeddings)
-    if name == "vared":
-        flat = shares.reshape(400, -1)
-        distance = np.linalg.norm(flat[:, None] - flat, axis=2)
-    children = np.zeros(len(fitted.tree.nodes), int)
-    for medoid, parent, _, _, start, stop in fitted.tree.nodes[1:]:
-        below = fitted.tree.order[start:stop]
-        children[parent] += 1
-        totals = distance[np.ix_(below, below)].sum(axis=1)
-        at = np.flatnonzero(below == medoid)
-        assert len(at) == 1
-        assert totals[at[0]] == pytest.approx(totals.min(), abs=1e-4)
-    assert children.max() <= 4 and (children[children > 0] >= 2).all()
 
 
 def test_search_walks_to_the_leaf_and_ranks_before_cutting():
