@@ -53,7 +53,7 @@ def test_a_router_as_good_as_the_baseline_passes_and_one_that_sends_all_to_one_f
     assert row["ratio"] == pytest.approx(1.0, abs=0.03)
     status, found = run(tmp_path, ALWAYS_FIRST, *words)
     assert status == 1 and not found["passed"]
-    assert found["rows"][0]["gain"] < -0.5
+    assert found["rows"][0]["gain"] < -0.3
     printed = capsys.readouterr()
     assert "60 % KV" in printed.out
     assert "failed at 260 requests/s against least_load: -" in printed.out
