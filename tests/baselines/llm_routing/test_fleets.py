@@ -14,7 +14,7 @@ from servegym.envs.llm_routing.config import setting_problem
 from servegym.envs.llm_routing.kernel import layout
 
 ID = "servegym/LLMRouting-v1"
-SHORT = {"rollout": {"horizon": 2}, "thompson": {"prior_states": 32}}
+SHORT = {"rollout": {"horizon": 2}}
 NAMES = [info.name for info in list_policies() if info.alias_of is None]
 
 
