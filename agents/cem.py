@@ -9,8 +9,9 @@ The environment says what the scores read and where episodes come from, see `Tas
 
 - ``servegym/LLMRouting-v1``: what the paper's Baseline RL sees of one fleet (Eq. 7: memory, running
   and waiting requests of every expert); 3 N + 2 weights, zero at first;
-- with ``--set fleet=random``: an index that is the same for every expert, over features that are
-  scaled by what each expert serves within L; drawn fleets, and now and then a named one;
+- with ``--set fleet=random``: an index that is the same for every expert, over features of the
+  table and what `expected_qos` charges for an expert's time, at first that rule; drawn fleets, and
+  now and then a named one;
 - ``servegym/PrefixRouting-v1``: an index that is the same for every replica, over features that
   are scaled by what each replica prefills and holds; drawn settings, at rates near their capacity.
 
@@ -39,9 +40,8 @@ from servegym.agents.lib.arguments import RunArgs, Threads, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.parallel import Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
-from servegym.baselines.llm_routing import fleet_features
-from servegym.baselines.llm_routing.features import load_scores
-from servegym.baselines.llm_routing.fleets import FleetSystem, PerFleet
+from servegym.baselines.llm_routing import features
+from servegym.baselines.llm_routing.latency import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.prefix_routing import features as prefix_features
 from servegym.baselines.prefix_routing.drawn_settings import problem_of, setting_of
@@ -60,6 +60,19 @@ ELITE = 0.2  # share of a generation that the distribution moves to ...
 STEP = 0.7  # ... and how far it moves there
 WIDENED_UNTIL = 0.6  # share of the search in which the distribution is widened, ever less
 EVAL_REQUESTS = 500  # of an episode of the validation on fleets
+EQ_7 = features.select(("memory", "running", "waiting"))
+"""What the router of one fleet reads of an expert."""
+INDEX = {"gain": 10, "harm": 10, "score": 2.5, "length": 1, "distance": 4, "work": 3, "held": 3}
+INDEX |= {"memory": 1.5, "outstanding": 3, "queued": 3, "left_running": 3, "left_waiting": 3}
+INDEX |= {"slack": 1, "batch": 1, "share": 1}
+"""Features of an expert that the index of drawn fleets reads, and the units in which it does."""
+READ = [*features.select(INDEX), features.CHARGE]
+UNITS = np.array([*INDEX.values(), 10], np.float32)
+FLEET = features.select(("load", "rate_32"), features.ARRIVED_FEATURES)
+"""What it reads of the fleet."""
+NAMED = {name: (3.0, 11.5) for name in ("edge-6-heterogeneous", "edge-6-homogeneous")}
+NAMED |= {"paper-linear": (1.0, 6.0)}
+"""Fleets that are met beside the drawn ones -> lowest and highest rate, requests/s."""
 
 
 @dataclass
@@ -71,7 +84,7 @@ class Args(RunArgs):
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     total_timesteps: int = 0
-    """decisions of all candidates (12,000,000, 7,680,000, 16,000,000)"""
+    """decisions of all candidates (12,000,000, 3,840,000, 16,000,000)"""
     population: int = 0
     """candidates in a generation (64, 40, 40)"""
     worlds: int = 0
@@ -79,7 +92,7 @@ class Args(RunArgs):
     episodes: int = 0
     """worlds that a generation plays, an episode each (8, 16, 9)"""
     eval_every: int = 0
-    """decisions between evaluations; the best mean is saved (1,200,000, 1,920,000, 2,000,000)"""
+    """decisions between evaluations; the best mean is saved (1,200,000, 960,000, 2,000,000)"""
     eval_worlds: int = 0
     """fleets or settings of the validation, on the validation split (3, 24, 14)"""
     eval_episodes: int = 0
@@ -144,7 +157,7 @@ class OneFleet(Task):
 
     def problem(self, stream: int) -> Any:
         """See `Task`."""
-        return build_problem(view=layout.EXPERTS, **of_split(stream, self.env_kwargs))
+        return build_problem(view=layout.GRAPH, **of_split(stream, self.env_kwargs))
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
         """See `Task`."""
@@ -152,13 +165,14 @@ class OneFleet(Task):
 
     def scores(self, system: Any) -> Scores:
         """See `Task`."""
-        running, waiting = system.running_capacity, system.waiting_capacity
+        model = ExpectedQos(system)
 
         def of(weights: Floats, obs: Any) -> Floats:
-            if isinstance(obs, Mapping):
-                return load_scores(weights, obs["experts"])
-            shares = obs.reshape(len(obs), -1, 3)  # of the slots, in the flat observation
-            return load_scores(weights, shares * (1, running, running + waiting))
+            load = features.of_experts(features.Facts(obs, model), EQ_7).astype(np.float32)
+            each = weights[:, : 3 * load.shape[1]].reshape(load.shape)
+            linear = each[..., 0] + (each[..., 1:] * load[..., 1:]).sum(-1)
+            linear = linear + weights[:, -2, None] * load[..., 0]
+            return np.concatenate([weights[:, -1:], linear], -1)
 
         return of
 
@@ -166,8 +180,8 @@ class OneFleet(Task):
 class DrawnFleets(Task):
     """Any fleet, whose experts are valued by the same index."""
 
-    name, spread, widened = "fleet_search", 0.5, 0.04
-    defaults = (7_680_000, 40, 64, 16, 1_920_000, 24, 4)
+    name, spread, widened = "fleet_search", 0.2, 0.02
+    defaults = (3_840_000, 40, 64, 16, 960_000, 24, 4)
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -178,19 +192,39 @@ class DrawnFleets(Task):
 
     def problem(self, stream: int) -> Any:
         """See `Task`."""
-        fleet = fleet_features.fleet_of(stream, self.source)
+        rng = np.random.default_rng([7, stream])
         arguments = of_split(stream, {"episode_requests": 300} | self.env_kwargs)
-        make = setting_problem if "setting" in fleet else build_problem
-        return make(**fleet, **arguments, view=layout.GRAPH)
+        if stream < VALIDATION and stream % 10 == 0:
+            name = sorted(NAMED)[stream // 10 % len(NAMED)]
+            arguments |= {"profiles": name, "rate": float(rng.uniform(*NAMED[name]))}
+            return build_problem(view=layout.GRAPH, **arguments)
+        return setting_problem(self.source.draw(rng), view=layout.GRAPH, **arguments)
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
-        """See `Task`."""
-        return fleet_features.first_weights()
+        """See `Task`; those of `expected_qos`."""
+        weights, names = np.zeros(2 * len(READ) + 3), [feature.name for feature in READ]
+        for name, sign in {"gain": 1.0, "harm": -1.0, "charge": -1.0}.items():
+            weights[names.index(name)] = sign
+        return weights
 
     def scores(self, system: Any) -> Scores:
-        """See `Task`."""
-        fleet = fleet_features.Fleet(system)
-        return lambda w, obs: fleet_features.index_values(w, *fleet.features(obs))
+        """See `Task`.
+
+        Weights: of the features and the charge; of the same times the fleet's load; of the drop a
+        constant, of that load and of the rate of the last 32 arrivals.
+        """
+        model = ExpectedQos(system)
+
+        def of(weights: Floats, obs: Any) -> Floats:
+            facts = features.Facts(obs, model)
+            x = features.of_experts(facts, READ).astype(np.float32) * UNITS
+            load, rate = (feature.of(facts).astype(np.float32) for feature in FLEET)
+            load = 1.5 * load - 1.25
+            index = weights[:, : len(READ)] + weights[:, len(READ) : -3] * load[:, None]
+            drop = 5 * weights[:, -3] + 2 * load * weights[:, -2] + rate * weights[:, -1]
+            return np.concatenate([drop[:, None], np.einsum("bnk,bk->bn", x, index)], -1)
+
+        return of
 
 
 class DrawnSettings(Task):
@@ -233,8 +267,9 @@ def world(env_id: str, settings: tuple[str, ...], stream: int) -> tuple[Any, Sco
 
 def choose(scores: Floats, mask: NDArray[Any]) -> NDArray[np.int64]:
     """The legal action of the largest score; one without a score, a rejection, comes last."""
-    scores = np.pad(scores, ((0, 0), (0, mask.shape[1] - scores.shape[1])), constant_values=-1e30)
-    return np.where(np.asarray(mask) > 0, scores, -np.inf).argmax(-1)
+    every = np.full(mask.shape, -1e30, scores.dtype)
+    every[:, : scores.shape[1]] = scores
+    return np.where(np.asarray(mask) > 0, every, -np.inf).argmax(-1)
 
 
 def play(
@@ -307,9 +342,8 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
         experts = (len(weights["weights"]) - 2) // 3
         raise ValueError(f"made for {experts} experts, got {system.num_experts}")
     agent = Agent(first, fixed)
-    checkpoint.load_weights(agent, weights)
-    drawn, arguments = isinstance(system, FleetSystem), {"task": task, "agent": agent}
-    router = PerFleet(Router, system, arguments) if drawn else Router(system, **arguments)
+    agent.load_state_dict(weights)
+    router = Router(system, task, agent)
     return CheckpointPolicy(task.name, "graph", args, agent, router.act, task.env_kwargs)
 
 

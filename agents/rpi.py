@@ -34,7 +34,7 @@ from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import SERIAL, Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.agents.lib.snapshots import restore_state, state_of
-from servegym.baselines.llm_routing.features import Layout, mean_over, priced_actions, priced_values
+from servegym.baselines.llm_routing import features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.rollout import (
     Rollouts,
@@ -63,6 +63,11 @@ EPOCHS, BATCH_SIZE = 6, 256  # of a fit: passes over the labels, labels in a min
 LEARNING_RATE, WEIGHT_DECAY = 2e-3, 1e-4  # of AdamW; the first falls linearly to zero in a fit
 HOLDOUT = 0.1  # share of the labels, the latest ones, that a fit leaves out and is measured on
 EVAL_REQUESTS = 500  # per episode of an evaluation
+OF_EXPERT = ("memory", "running", "waiting", "prompt", "score", "length", "distance")
+READ = features.select((*OF_EXPERT, "gain", "harm"))
+"""Features of an expert that are read, at the predicted lengths (`LatencyModel`)."""
+LAWS = (0.02, 1e-4, 5e-6, 1e-3)  # scales of the coefficients of an expert's latency law
+EXPERT = len(READ) + 1 + len(LAWS) + 2  # numbers of an expert, see `Agent.rows`
 
 
 @dataclass
@@ -102,32 +107,75 @@ class Args(RunArgs):
     """Ray cluster that plays the rollouts: auto, local or local:N; none if empty"""
 
 
+def split(rows: Any, experts: int) -> tuple[Any, ...]:
+    """The parts of `Agent.rows`; arrays or tensors.
+
+    Returns:
+        Arrived (B, 2), experts (B, N, 16), queued requests (B, N, S, 8), 1 where there is one
+        (B, N, S).
+    """
+    at = 2 + EXPERT * experts
+    slots = (rows.shape[1] - at) // (experts * (features.REQUEST + 1))
+    masks = at + experts * slots * features.REQUEST
+    expert = rows[:, 2:at].reshape(len(rows), experts, EXPERT)
+    requests = rows[:, at:masks].reshape(len(rows), experts, slots, features.REQUEST)
+    return rows[:, :2], expert, requests, rows[:, masks:].reshape(len(rows), experts, slots)
+
+
+def of_experts(facts: features.Facts) -> NDArray[Any]:
+    """Numbers (B, N, 16) of the experts.
+
+    The features of `READ`; seconds of its time that the request takes; its law (Eq. 13 and 14);
+    requests over the running slots; 1, as it exists.
+    """
+    law = facts.model.system.library.estimator[facts.placed.card] / LAWS
+    load = (facts.running + facts.waiting) / facts.slots
+    own = [facts.estimate.work_s[..., None], law, load[..., None], facts.exists[..., None]]
+    return np.concatenate([features.of_experts(facts, READ), *own], -1) * facts.exists[..., None]
+
+
+def priced_values(expert: Any) -> Any:
+    """Value (B, N), in scores, that `PricedGreedy` gives to experts (B, N, 16).
+
+    The new request's score if it is answered within L, less the scores it pushes over L and the
+    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
+    """
+    load, exists = expert[..., -2], expert[..., -1]
+    fleet = load.sum(-1)[..., None] / exists.sum(-1)[..., None].clip(1)
+    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
+    return score - lost - ((load + fleet) / 2) ** 4 * work
+
+
+def heuristic_values(model: LatencyModel, obs: Observation) -> NDArray[np.floating[Any]]:
+    """`priced_values` of all actions (B, N + 1) for a batch of observations, of a drop first."""
+    return np.pad(priced_values(of_experts(features.Facts(obs, model))), ((0, 0), (1, 0)))
+
+
 class Sets(nn.Module):
     """One small network over every expert and the sums of its queue.
 
-    An expert's input is its features, law and request, and mean and maximum of its queue's.
+    An expert's input is the arrived request, its features and law, and mean and maximum of those
+    of its queue.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        inputs = 2 + Layout.READ + Layout.LAW + 2 * Layout.REQUEST
+        inputs = 2 + EXPERT - 2 + 2 * features.REQUEST
         self.each = nn.Sequential(
             nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
         )
         self.all = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
 
-    def forward(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, rows: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Embed a batch of flat rows: all, the experts, and which of them there are (B, N, 1)."""
-        batch, n = len(rows), layout.experts
-        arrived, _, running, waiting, mr, mw = rows.split(layout.sizes, -1)
-        expert, law, _, there = layout.expert(rows).split((Layout.READ, Layout.LAW, 1, 1), -1)
-        requests = torch.cat([x.view(batch, n, -1, Layout.REQUEST) for x in (running, waiting)], 2)
-        mask = torch.cat([x.view(batch, n, -1) for x in (mr, mw)], 2)
+        arrived, expert, requests, mask = split(rows, experts)
+        read, law = expert.split((len(READ) + 1, EXPERT - len(READ) - 1), -1)
+        there = expert[..., -1:]
         mean = requests.sum(2) / mask.sum(2, keepdim=True).clamp(min=1)
         top = requests.masked_fill(mask[..., None] == 0, -2.0).amax(2)
-        parts = [arrived[:, None].expand(batch, n, 2), expert, mean, top, law]
-        experts = self.each(torch.cat(parts, -1)) * there
-        return self.all(mean_over(experts, there)), experts, there
+        parts = [arrived[:, None].expand(-1, experts, 2), read, mean, top, law[..., :-2]]
+        embedded = self.each(torch.cat(parts, -1)) * there
+        return self.all(features.mean_over(embedded, there)), embedded, there
 
 
 class Head(nn.Module):
@@ -145,7 +193,7 @@ class Head(nn.Module):
 
     def forward(self, request: Tensor, experts: Tensor, there: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
-        everyone = torch.cat([request, mean_over(experts, there)], -1)
+        everyone = torch.cat([request, features.mean_over(experts, there)], -1)
         drop, common = self.request(everyone).split(1, -1)
         hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
         return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
@@ -161,25 +209,29 @@ class Agent(nn.Module):
 
     def set_system(self, model: LatencyModel) -> None:
         """Serve the experts of a system: the weights are for any expert, whatever its law."""
-        self.model, system = model, model.system
-        capacities = (system.running_capacity, system.waiting_capacity)
-        self.layout = Layout(system.num_experts, *capacities)
+        self.model = model
 
     def rows(self, obs: Observation) -> NDArray[np.float16]:
-        """Flat rows of a batch of observations; ValueError for another number of experts."""
-        experts, running = obs["running"].shape[1:3]
-        if experts != self.layout.experts:
-            raise ValueError(
-                f"made for {self.layout.experts} experts, got {experts}; "
-                "a policy over the graph takes another fleet with load_policy(path, system)"
-            )
-        self.layout = Layout(experts, running, obs["waiting"].shape[2])
-        return self.layout.rows(obs, self.model)
+        """Flat rows (B, 2 + 16 N + 8 N S + N S) of a batch of observations, see `split`.
+
+        Of the arrived request its prompt and L; of a queued one `features.REQUEST_FEATURES`.
+
+        Raises:
+            ValueError: If the number of experts is not that of the system.
+        """
+        facts = features.Facts(obs, self.model)
+        limit, prompt = obs["latency_requirement"], facts.prompt.max(1)[:, None]
+        there = np.concatenate([obs["running_mask"], obs["waiting_mask"]], 2)
+        queued = np.stack([feature.of(facts) for feature in features.REQUEST_FEATURES], -1)
+        parts = [of_experts(facts), queued * there[..., None], there]
+        rows = [np.log1p(prompt) / 6, limit / 0.03, *(x.reshape(len(limit), -1) for x in parts)]
+        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Values (B, N + 1) in scores, and what the network added to the heuristic's."""
-        added = self.actor(*self.encoder(rows, self.layout))
-        priced = priced_values(self.layout.expert(rows))
+        experts = self.model.system.num_experts
+        added = self.actor(*self.encoder(rows, experts))
+        priced = priced_values(split(rows, experts)[1])
         return added + F.pad(priced, (1, 0)), added  # a drop is worth 0
 
     @torch.no_grad()
@@ -200,7 +252,7 @@ class Configuration:
         self.args, self.env_kwargs = args, environments.routing_arguments(ENV, args.set)
         self.envs = environments.make_envs(ENV_ID, num_envs, **self.env_kwargs)
         self.model = LatencyModel(RoutingSystem.from_env(self.envs))
-        self.heuristic: Values = partial(priced_actions, self.model)
+        self.heuristic: Values = partial(heuristic_values, self.model)
         self.rollouts = Rollouts(self.envs, workers if args.ray else None)
         self.obs, info = self.envs.reset(seed=environments.episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
@@ -242,9 +294,8 @@ class Labels:
     def __init__(self, source: Configuration, device: torch.device) -> None:
         self.model, self.device = source.model, device
         self.rows, tried, returns = (np.concatenate(x) for x in zip(*source.labels, strict=True))
-        gain, system = returns[:, 1:] - returns[:, :1], source.model.system
-        layout = Layout(system.num_experts, system.running_capacity, system.waiting_capacity)
-        *_, slots, there = np.moveaxis(layout.expert(self.rows).astype(np.float64), -1, 0)
+        gain, experts = returns[:, 1:] - returns[:, :1], source.model.system.num_experts
+        *_, slots, there = np.moveaxis(split(self.rows, experts)[1].astype(np.float64), -1, 0)
         load = slots.sum(1) / there.sum(1)  # requests per running slot of the whole fleet
         self.tried = torch.as_tensor(tried.astype(np.int64), device=device)
         self.weight = torch.as_tensor(noise_weights(load, gain), device=device)
@@ -323,7 +374,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     env_kwargs = environments.routing_arguments(ENV, args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
-    checkpoint.load_weights(agent, weights)
+    agent.load_state_dict(weights)
     return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)
 
 

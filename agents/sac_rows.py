@@ -170,7 +170,7 @@ class Agent(nn.Module):
 
     def rows(self, obs: Mapping[str, Any]) -> features.Rows:
         """Scaled features of a batch of observations, see `expert_rows`."""
-        return features.expert_rows(obs, self.model)
+        return features.expert_rows(features.Facts(obs, self.model))
 
     def encode(self, rows: Tensor) -> State:
         """What actor and critics read of a batch of `rows`; what is not read is 0."""
@@ -267,7 +267,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     agent = Agent(args.rows, args.shaping, system or trained)
     if agent.fixed_experts and agent.experts != trained.num_experts:
         raise ValueError(f"made for {trained.num_experts} experts, got {agent.experts}")
-    checkpoint.load_weights(agent, weights)
+    agent.load_state_dict(weights)
     name = {"experts": "baseline_rl"}.get(args.rows, "sac_rows")
     return checkpoint.CheckpointPolicy(name, "graph", args, agent, agent.act, env_kwargs)
 

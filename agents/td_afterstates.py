@@ -264,7 +264,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = environments.routing_arguments(ENV, args.set)
     agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
-    checkpoint.load_weights(agent, weights)
+    agent.load_state_dict(weights)
     return checkpoint.CheckpointPolicy(NAME, "graph", args, agent, agent.act, env_kwargs)
 
 

@@ -239,16 +239,3 @@ def saved_args(cls: type, saved: Mapping[str, Any]) -> Any:
     return cls(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
     )
-
-
-def load_weights(net: Any, weights: Mapping[str, Any], recomputed: tuple[str, ...] = ()) -> None:
-    """Put weights into a network, but for buffers recomputed from the system at hand.
-
-    Raises:
-        ValueError: If weights are missing or unknown.
-    """
-    loaded = {name: values for name, values in weights.items() if name not in recomputed}
-    missing, unknown = net.load_state_dict(loaded, strict=False)
-    wrong = [name for name in missing if name not in recomputed] + list(unknown)
-    if wrong:
-        raise ValueError(f"the weights {', '.join(wrong)} are missing or unknown")

@@ -2,24 +2,17 @@
 
 from servegym.baselines.llm_routing import (
     bandits,
-    fleet_features,
     greedy_qos,
     heuristics,
-    latency,
 )
 from servegym.baselines.llm_routing.fleets import per_fleet
+from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import register_policy
 
 __all__ = ["RoutingSystem", "compile_kernels"]
-
-
-def compile_kernels() -> None:
-    """Compile what the policies compile, or load it from the cache on disk."""
-    latency.compile_kernels()
-    fleet_features.compile_kernels()
 
 
 for _policy, _line, *_aliases in (

@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym._checks import real, whole
+from servegym._checks import real
 from servegym.baselines.llm_routing.heuristics import Floats, Mask, RoutingPolicy, pick
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 
 _FEATURES = 8
+RIDGE = 1.0
+"""Strength of the pull to zero."""
+PRIOR_STATES = 1024
+"""Synthetic states that the prior is fitted on."""
 
 
 class Thompson(RoutingPolicy):
@@ -38,9 +42,7 @@ class Thompson(RoutingPolicy):
     Args:
         system: The system; without ``system.train`` the prior is the ridge alone.
         scale: Standard deviation of the reward's noise that the posterior assumes.
-        ridge: Strength of the pull to zero.
         prior_weight: Observations of each expert that the prior counts for.
-        prior_states: Synthetic states that the prior is fitted on.
 
     Raises:
         ValueError: If a parameter is out of range.
@@ -50,19 +52,11 @@ class Thompson(RoutingPolicy):
     needs_outcomes = True
 
     def __init__(
-        self,
-        system: RoutingSystem,
-        *,
-        scale: float = 0.1,
-        ridge: float = 1.0,
-        prior_weight: float = 500.0,
-        prior_states: int = 1024,
+        self, system: RoutingSystem, *, scale: float = 0.1, prior_weight: float = 500.0
     ) -> None:
         super().__init__(system)
         self.scale = real("scale", scale, 0.0)
-        self.ridge = real("ridge", ridge, 0.0, open_low=True)
         self.prior_weight = real("prior_weight", prior_weight, 0.0)
-        self.prior_states = whole("prior_states", prior_states, 1)
         self._priors: dict[float, tuple[Floats, Floats]] = {}
 
     def features(self, observation: Observation) -> Floats:
@@ -159,7 +153,7 @@ class Thompson(RoutingPolicy):
         key = round(max(latency_requirement_s, 1e-3), 3)
         if key not in self._priors:
             experts = self.system.num_experts
-            gram = np.tile(self.ridge * np.eye(_FEATURES), (experts, 1, 1))
+            gram = np.tile(RIDGE * np.eye(_FEATURES), (experts, 1, 1))
             target = np.zeros((experts, _FEATURES))
             if self.system.train is not None and self.prior_weight > 0:
                 x, reward = self._synthetic(key)
@@ -174,7 +168,7 @@ class Thompson(RoutingPolicy):
         system, train = self.system, self.system.train
         assert train is not None
         rng = np.random.default_rng(0)
-        count, experts = self.prior_states, system.num_experts
+        count, experts = PRIOR_STATES, system.num_experts
         slots, places = system.running_capacity, system.waiting_capacity
         columns = np.arange(experts)
 

@@ -1,176 +1,234 @@
-"""Inputs of learned routers that the estimator (Eq. 13-15) computes.
+"""The features of LLM routing that learned routers read: one table, a row a feature.
 
-Learned routers scale observations themselves. From here they take what the action impact estimator
-predicts.
+A feature has a name, a text and a formula over `Facts`, the numbers of a batch of observations and
+of what the action impact estimator (Eq. 13-15, over distributions of output lengths, see
+`ExpectedQos`) says of them. Learners select features by name, or take all as flat rows
+(`expert_rows`, `node_rows`).
+
+Features mean the same for two cards and for sixteen, whatever they serve: loads are counted in the
+largest batch that an expert keeps within L, rates and work in what it then serves. A distance is
+tanh(3 (l / L - 1)), negative in time. A squashed ratio x is 2 x / (1 + x): 0 at none, 1 at a whole,
+2 at most.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
-from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
+from servegym.baselines.llm_routing.greedy_qos import price_of_time, with_mean_scores
+from servegym.baselines.llm_routing.latency import Estimate, ExpectedQos, FleetLoad, LatencyModel
 from servegym.baselines.llm_routing.system import Placed
 from servegym.baselines.protocol import Observation
 
-
-def impact_features(
-    obs: Observation, model: LatencyModel
-) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
-    """Predicted effect of sending the new request to each expert (Eq. 13-15).
-
-    Returns:
-        (B, N, 4) of an expert: the new request's distance from L, its score if it is answered
-        within L, the scores it pushes over L, the seconds of the expert's time it takes;
-        (B, N, R + W, 2) of a queued request: distance from L without and with the new one. A
-        distance is tanh(3 (l / L - 1)), negative in time.
-    """
-    estimate = model.estimate(with_mean_scores(obs, model.system))
-    limit = obs["latency_requirement"][:, :, None]
-    slots = np.stack([estimate.without, estimate.with_new], -1)
-    distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[..., None] - 1))
-    in_time = estimate.with_new <= limit
-    made_late = ((estimate.without <= limit) & ~in_time)[..., :-1] * estimate.scores[..., :-1]
-    score = estimate.scores[..., -1] * in_time[..., -1]
-    of_expert = np.stack([distance[:, :, -1, 1], score, made_late.sum(-1), estimate.work_s], -1)
-    return of_expert, distance[:, :, :-1]
+Array = NDArray[Any]
 
 
-def _expert_features(obs: Observation) -> list[NDArray[Any]]:
-    """Eq. 7 of each expert and the new request as it would serve it, scaled: (B, N, 6) in parts."""
-    req, exp = obs["request"], obs["experts"]
-    prompt = np.log1p(req[..., :1]) / 6
-    return [2 * exp[..., :1], exp[..., 1:] / 3, prompt, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
+class Facts:
+    """What the formulas of the features read; each number is computed when it is first asked for.
 
-
-def _queued_features(
-    obs: Observation, of_queued: NDArray[Any]
-) -> tuple[NDArray[Any], NDArray[np.int8]]:
-    """Eq. 6 and the distances of the queued requests, scaled (B, N, S, 8), and their mask."""
-    mask = np.concatenate([obs["running_mask"], obs["waiting_mask"]], 2)
-    p, s, d, e, t, late = np.moveaxis(np.concatenate([obs["running"], obs["waiting"]], 2), -1, 0)
-    late = np.log1p(late / obs["latency_requirement"][:, :, None]) / 2
-    queued = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, late], -1)
-    return np.concatenate([queued, of_queued], -1) * mask[..., None], mask
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The routing graph's scaled node features as flat rows, which replay and labels hold.
-
-    For N experts, R running and W waiting slots.
+    Attributes:
+        limit: L, (B, 1) seconds.
+        prompt: Prompt tokens of the arrived request, (B, N).
+        score: Its predicted score, (B, N).
+        tokens: Its predicted output tokens, (B, N).
+        memory: Share of the KV memory in use, (B, N).
+        running: Running requests, (B, N).
+        waiting: Waiting requests, (B, N).
     """
 
-    experts: int
-    running: int
-    waiting: int
-    READ, LAW, EXPERT, REQUEST = 10, 4, 16, 8
-    """Features of an expert that are read, those of its law, all of them, of a queued request."""
+    def __init__(
+        self, obs: Observation, model: ExpectedQos | LatencyModel, whole: bool = False
+    ) -> None:
+        """Take a batch of observations; features of queued requests need the ``whole`` estimate."""
+        self.obs, self.model, self.whole = obs, model, whole
+        self.limit = np.asarray(obs["latency_requirement"], dtype=np.float64)
+        self.prompt, self.score, self.tokens = np.moveaxis(obs["request"], -1, 0)
+        self.memory, self.running, self.waiting = np.moveaxis(obs["experts"], -1, 0)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
-        n, r, w = self.experts, self.running, self.waiting
-        queues = (self.REQUEST * n * r, self.REQUEST * n * w)
-        return (2, self.EXPERT * n, *queues, n * r, n * w)
+    @cached_property
+    def queued(self) -> Array:
+        """Eq. 6 of the requests in the R + W slots of an expert, (6, B, N, S).
 
-    def expert(self, rows: Any) -> Any:
-        """The experts' features (B, N, 16) in a batch of rows.
-
-        Eq. 7, the request as it would serve it and what the estimator says of that (10 that are
-        read), the law (Eq. 13 and 14), requests over the slots, and 1 if the expert exists.
+        Prompt tokens, predicted score and output tokens, memory, tokens and latency so far.
         """
-        return rows[:, 2 : 2 + self.EXPERT * self.experts].reshape(len(rows), self.experts, -1)
+        return np.moveaxis(np.concatenate([self.obs["running"], self.obs["waiting"]], 2), -1, 0)
 
-    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
-        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
-        limit, prompt = obs["latency_requirement"], obs["request"][:, :, :1].max(1)
-        of_expert, of_queued = impact_features(obs, model)
-        placed = model.system.placed(obs)
-        law = model.system.library.estimator[placed.card] / (0.02, 1e-4, 5e-6, 1e-3)
-        load, exists = slot_load(obs, placed)[..., None], (placed.card >= 0)[..., None]
-        expert = np.concatenate([*_expert_features(obs), of_expert, law, load, exists], -1) * exists
-        queued, mask = _queued_features(obs, of_queued)
-        r = self.running
-        parts = [expert, queued[:, :, :r], queued[:, :, r:], mask[:, :, :r], mask[:, :, r:]]
-        rows = [np.log1p(prompt) / 6, limit / 0.03]
-        rows += [part.reshape(len(limit), -1) for part in parts]
-        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
+    @cached_property
+    def estimate(self) -> Estimate:
+        """What the estimator says of sending the arrived request to each expert."""
+        obs = with_mean_scores(self.obs, self.model.system)
+        return self.model(obs, whole=self.whole)
 
+    @cached_property
+    def fleet(self) -> FleetLoad:
+        """What the experts serve within L, and how busy they are."""
+        assert isinstance(self.model, ExpectedQos)
+        return self.model.fleet(self.obs)
 
-def load_scores(weights: NDArray[np.float32], experts: NDArray[Any]) -> NDArray[np.float32]:
-    """Linear scores (B, N + 1) of the actions from Eq. 7 (B, N, 3) alone, of a drop first.
+    @cached_property
+    def placed(self) -> Placed:
+        """What the experts are made of."""
+        return self.model.system.placed(self.obs)
 
-    Weights (B, 3 N + 2): a constant, a weight of the running and one of the waiting requests for
-    each expert, then the weight of the memory, common to all, and the drop's constant.
+    @cached_property
+    def exists(self) -> Array:
+        """Which experts there are, (B, N)."""
+        return self.placed.card >= 0
 
-    Raises:
-        ValueError: If the weights are for another number of experts.
-    """
-    batch, n, _ = experts.shape
-    if weights.shape[1] != 3 * n + 2:
-        raise ValueError(f"made for {(weights.shape[1] - 2) // 3} experts, got {n}")
-    features = np.asarray(experts * (2, 1 / 3, 1 / 3), np.float32)
-    of_expert = weights[:, : 3 * n].reshape(batch, n, 3)
-    linear = of_expert[..., 0] + (of_expert[..., 1:] * features[..., 1:]).sum(-1)
-    linear = linear + weights[:, -2, None] * features[..., 0]
-    return np.concatenate([weights[:, -1:], linear], -1)
+    @cached_property
+    def slots(self) -> Array:
+        """Running slots of an expert, (B, 1)."""
+        return np.maximum(self.placed.running_capacity, 1)[:, None]
 
+    @cached_property
+    def batch(self) -> Array:
+        """Largest batch of each expert within L, (B, N)."""
+        return np.maximum(self.fleet.batch, 1)
 
-def slot_load(obs: Observation, placed: Placed) -> NDArray[Any]:
-    """Requests (B, N) that run and wait at each expert over its running slots."""
-    slots = np.maximum(placed.running_capacity, 1)
-    return (obs["experts"][..., 1] + obs["experts"][..., 2]) / slots[:, None]
+    @cached_property
+    def answers(self) -> Array:
+        """Tokens that a full batch of mean answers has, (B, N)."""
+        mean = self.model.system.library.mean_output_tokens[self.placed.model]
+        return np.maximum(mean, 1) * self.batch
 
+    @cached_property
+    def rates(self) -> Array:
+        """Logs of the rates of the last 8, 32 and 128 arrivals over what is served, (B, 3)."""
+        gap = np.asarray(self.obs["load"][..., 0], dtype=np.float64)
+        rate = np.log(1 / (np.maximum(gap, 1e-3) * self.fleet.total))
+        return np.where(gap > 0, rate, 0.0).clip(-3, 3)
 
-def priced_values(expert: Any) -> Any:
-    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 16).
-
-    The new request's score if it is answered within L, less the scores it pushes over L and the
-    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
-    """
-    load, exists = expert[..., -2], expert[..., -1]
-    fleet = load.sum(-1)[..., None] / exists.sum(-1)[..., None].clip(1)
-    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
-    return score - lost - ((load + fleet) / 2) ** 4 * work
+    def distance(self, latency: Array) -> Array:
+        """Distance from L of latencies a token (B, N, ...); of NaN, no request, it says nothing."""
+        limit = self.limit.reshape(-1, *[1] * (latency.ndim - 1))
+        return np.tanh(3 * (np.nan_to_num(latency, nan=1.0) / limit - 1))
 
 
-def priced_actions(model: LatencyModel, obs: Observation) -> NDArray[np.floating[Any]]:
-    """`priced_values` of all actions (B, N + 1) for a batch of observations, of a drop first."""
-    expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
-    expert[..., 6:10] = impact_features(obs, model)[0]
-    placed = model.system.placed(obs)
-    expert[..., -2], expert[..., -1] = slot_load(obs, placed), placed.card >= 0
-    return np.pad(priced_values(expert), ((0, 0), (1, 0)))
+class Feature(NamedTuple):
+    """A feature: its name, what it is, and its formula over `Facts`."""
+
+    name: str
+    text: str
+    of: Callable[[Facts], Array]
 
 
-ARRIVED_COLUMNS = ("prompt", "limit", "rate_8", "rate_32", "rate_128", "load", "count")
-"""Numbers of the arrived request and of the fleet in `expert_rows`, by name."""
+def _squashed(ratio: Array) -> Array:
+    return 2 * ratio / (1 + ratio)
 
-PAPER = ("memory", "running", "waiting", "prompt", "score", "length")
-"""Those of `EXPERT_COLUMNS` that the paper's state has (Eq. 6, 7 and 12), Eq. 7 first."""
 
-EXPERT_COLUMNS = (
-    *PAPER,
-    *("distance", "gain", "harm", "work", "held"),
-    *("outstanding", "queued", "left_running", "left_waiting"),
-    *("slack", "batch", "share", "exists"),
+ARRIVED_FEATURES = (
+    Feature("prompt", "log of the prompt tokens", lambda f: np.log1p(f.prompt.max(1)) / 6),
+    Feature("limit", "log of L", lambda f: np.log(f.limit[:, 0]) + 3.5),
+    Feature("rate_8", "log of the mean rate of the last 8 arrivals", lambda f: f.rates[:, 0]),
+    Feature("rate_32", "the same of 32", lambda f: f.rates[:, 1]),
+    Feature("rate_128", "the same of 128", lambda f: f.rates[:, 2]),
+    Feature("load", "requests a place of the fleet", lambda f: _squashed(f.fleet.load[:, 0])),
+    Feature("count", "log of the number of experts", lambda f: np.log(f.fleet.number[:, 0]) - 1.8),
 )
-"""Numbers of an expert in `expert_rows`, by name."""
+"""Of the arrived request and the fleet, (B,) each; rates are over what it serves within L."""
 
-ARRIVED, EXPERT, REQUEST = len(ARRIVED_COLUMNS), len(EXPERT_COLUMNS), 8
-"""Numbers of the arrived request, of an expert and of a queued request in `node_rows`."""
+EXPERT_FEATURES = (
+    # The paper's state, Eq. 7 and the arrived request as the expert would serve it (Eq. 12).
+    Feature("memory", "KV memory in use, twice its share", lambda f: 2 * f.memory),
+    Feature("running", "running requests a slot", lambda f: 5 * (f.running / 3) / f.slots),
+    Feature("waiting", "waiting requests a running slot", lambda f: 5 * (f.waiting / 3) / f.slots),
+    Feature("prompt", "log of the prompt tokens", lambda f: np.log1p(f.prompt) / 6),
+    Feature("score", "predicted score", lambda f: 4 * f.score - 2),
+    Feature("length", "predicted output tokens", lambda f: f.tokens / 150),
+    # What the estimator says of sending it there.
+    Feature("distance", "of its latency from L", lambda f: f.distance(f.estimate.latency)),
+    Feature("gain", "its expected QoS", lambda f: f.estimate.gain),
+    Feature("harm", "expected QoS that it costs the others", lambda f: f.estimate.harm),
+    Feature(
+        "work",
+        "requests' worth of the expert's time that it takes",
+        lambda f: (f.estimate.work_s * f.fleet.served).clip(0, 5),
+    ),
+    # The expert, whatever has arrived.
+    Feature("held", "expected QoS of its requests a place", lambda f: f.estimate.held / f.batch),
+    Feature("outstanding", "requests a place", lambda f: _squashed(f.fleet.outstanding / f.batch)),
+    Feature("queued", "waiting requests a place", lambda f: _squashed(f.waiting / f.batch)),
+    Feature(
+        "left_running",
+        "mean answers left to its running requests a place",
+        lambda f: _squashed(f.estimate.running_tokens / f.answers),
+    ),
+    Feature(
+        "left_waiting",
+        "the same of its waiting requests",
+        lambda f: _squashed(f.estimate.waiting_tokens / f.answers),
+    ),
+    Feature(
+        "slack",
+        # What a lone request has to spare beyond e times its latency is of no use to a router.
+        "log of L over a lone request's latency, at most 1",
+        lambda f: np.log(f.limit / f.fleet.lone_s.clip(1e-6, 1e3)).clip(-2, 1),
+    ),
+    Feature("batch", "log of its places", lambda f: np.log(f.batch) - 1.6),
+    Feature(
+        "share",
+        "log of what it serves over what the mean expert serves",
+        lambda f: np.log((f.fleet.served / f.fleet.total * f.fleet.number).clip(0.02, 50)),
+    ),
+    Feature("exists", "1, as it exists", lambda f: f.exists),
+)
+"""Of an expert, (B, N) each. A place is one of its largest batch within L."""
 
-WORK, HELD, EXISTS = map(EXPERT_COLUMNS.index, ("work", "held", "exists"))
+CHARGE = Feature(
+    "charge",
+    "what `expected_qos` charges for the expert's time that the arrived request takes",
+    lambda f: (
+        price_of_time(f.fleet.outstanding / f.batch, f.fleet.load, f.fleet.rate)
+        * (f.estimate.work_s * f.fleet.served)
+    ),
+)
+"""Of an expert, beside the rows."""
+
+REQUEST_FEATURES = (
+    Feature("prompt", "log of the prompt tokens", lambda f: np.log1p(f.queued[0]) / 6),
+    Feature("score", "predicted score", lambda f: 4 * f.queued[1] - 2),
+    Feature("length", "predicted output tokens", lambda f: f.queued[2] / 150),
+    Feature("memory", "share of the KV memory", lambda f: 8 * f.queued[3]),
+    Feature("tokens", "tokens so far", lambda f: f.queued[4] / 150),
+    Feature(
+        "latency",
+        "log of its latency so far over L",
+        lambda f: np.log1p(f.queued[5] / f.obs["latency_requirement"][:, :, None]) / 2,
+    ),
+    Feature(
+        "without",
+        "distance of its latency from L, if the arrived request goes elsewhere",
+        lambda f: f.distance(f.estimate.without[..., :-1]),
+    ),
+    Feature("with_new", "if it comes here", lambda f: f.distance(f.estimate.with_new[..., :-1])),
+)
+"""Of a queued request, (B, N, S) each: Eq. 6, and what the estimator says of it."""
+
+ARRIVED, EXPERT, REQUEST = map(len, (ARRIVED_FEATURES, EXPERT_FEATURES, REQUEST_FEATURES))
+"""Features of the arrived request, of an expert and of a queued request."""
+
+
+def columns(features: Sequence[Feature], names: Iterable[str]) -> list[int]:
+    """Where the features of some names stand in a table."""
+    every = [feature.name for feature in features]
+    return [every.index(name) for name in names]
+
+
+WORK, HELD, EXISTS = columns(EXPERT_FEATURES, ("work", "held", "exists"))
+TOLD = columns(EXPERT_FEATURES, ("score", "length", "slack"))
 STATE = [0, 1, 2, *range(HELD, EXPERT)]
 """Columns of an expert that say nothing of the arrived request: Eq. 7 and from ``held`` on."""
 
 LOAD = list(range(1, ARRIVED))
 """Columns of the arrived request that say nothing of it: L, rates, load and size of the fleet."""
+
+EXOGENOUS = 12
+"""Numbers of `Rows.exogenous`."""
 
 
 class Rows(NamedTuple):
@@ -189,77 +247,63 @@ class Rows(NamedTuple):
     exogenous: NDArray[np.float32]
 
 
-EXOGENOUS = 12
-"""Numbers of `Rows.exogenous`."""
+def select(names: Iterable[str], table: Sequence[Feature] = EXPERT_FEATURES) -> list[Feature]:
+    """Features of a table by their names."""
+    return [table[at] for at in columns(table, names)]
 
 
-def _squashed(ratio: NDArray[Any]) -> NDArray[Any]:
-    """0 at none, 1 at a whole, 2 at most."""
-    return 2 * ratio / (1 + ratio)
+def expected_values(facts: Facts) -> Array:
+    """Values (B, N) in scores that `expected_qos` gives to the experts; a drop is worth 0."""
+    return facts.estimate.gain - facts.estimate.harm - CHARGE.of(facts)
 
 
-def _parts(obs: Observation, model: ExpectedQos, whole: bool = False) -> tuple[Any, ...]:
-    """Arrived (B, 7) in parts, experts (B, N, 19), estimate, held (B,) and exogenous (B, 12)."""
-    limit = np.asarray(obs["latency_requirement"], dtype=np.float64)  # (B, 1)
-    gain, harm, held, estimate = model(with_mean_scores(obs, model.system), whole=whole)
-    fleet = model.fleet(obs)
-    new = np.tanh(3 * (np.where(fleet.exists, estimate.latency, 0.0) / limit - 1))
-
-    gap = np.asarray(obs["load"][..., 0], dtype=np.float64)
-    rate = np.where(gap > 0, np.log(1 / (np.maximum(gap, 1e-3) * fleet.total)), 0.0).clip(-3, 3)
-    prompt, number = np.log1p(obs["request"][..., 0].max(1)) / 6, fleet.number[:, 0]
-    sizes = _squashed(fleet.load[:, 0]), np.log(number) - 1.8
-    arrived = [prompt, np.log(limit[:, 0]) + 3.5, *rate.T, *sizes]
-
-    room, served = np.maximum(fleet.batch, 1), fleet.served
-    left = estimate.running_tokens, estimate.waiting_tokens
-    length = np.maximum(model.system.library.mean_output_tokens[fleet.placed.model], 1)
-    impact = new, gain, harm, (estimate.work_s * served).clip(0, 5), held / room
-    queues = (
-        fleet.outstanding / room,
-        obs["experts"][..., 2] / room,
-        *(x / length / room for x in left),
-    )
-    # What a lone request has to spare beyond e times its latency is of no use to a router.
-    slack = np.log(limit / fleet.lone_s.clip(1e-6, 1e3)).clip(-2, 1)
-    share = np.log((served / fleet.total * fleet.number).clip(0.02, 50))
-    columns = [*impact, *map(_squashed, queues), slack, np.log(room) - 1.6, share, fleet.exists]
-    memory, queues_now, *request = _expert_features(obs)
-    queues_now = 5 * queues_now / np.maximum(fleet.placed.running_capacity, 1)[:, None, None]
-    expert = np.concatenate([memory, queues_now, *request, np.stack(columns, -1)], -1)
-    expert = expert * fleet.exists[..., None]
-
-    # What no action changes.
-    score, tokens = expert[..., 4], expert[..., 5]
-    best, mean = np.where(fleet.exists, score, -2).max(1), 1 / number
-    exogenous = [np.ones_like(prompt), *rate.T, *(rate.T**2), prompt, slack.max(1)]
-    exogenous += [score.sum(1) * mean, best, tokens.sum(1) * mean]
-    return arrived, expert, estimate, held.sum(1), np.stack(exogenous, -1)
+def of_arrived(facts: Facts) -> Array:
+    """`ARRIVED_FEATURES` (B, 7) of the arrived request and the fleet."""
+    return np.stack([feature.of(facts) for feature in ARRIVED_FEATURES], -1)
 
 
-def expert_rows(obs: Observation, model: ExpectedQos) -> Rows:
-    """The arrived request and the experts as flat rows (B, 7 + 19 N) of scaled features.
+def of_experts(facts: Facts, features: Sequence[Feature] = EXPERT_FEATURES) -> Array:
+    """Features (B, N, K) of the experts, 0 where there is none."""
+    columns = [feature.of(facts) for feature in features]
+    return np.stack(columns, -1) * facts.exists[..., None]
 
-    They mean the same for two cards and for sixteen, whatever they serve: loads are counted in the
-    largest batch that an expert keeps within L, rates and work in what it then serves.
 
-    The arrived request, by `ARRIVED_COLUMNS`: log of the prompt tokens, of L, of the mean rates of
-    the last 8, 32 and 128 arrivals over what the fleet serves within L; the fleet's load; log of
-    its number of experts. An expert, by `EXPERT_COLUMNS`: Eq. 7, in shares of the slots; the
-    request as it would serve it; what the action impact estimator says of sending the request there
-    (Eq. 13-15, over distributions of output lengths, see `ExpectedQos`): distance from L, expected
-    QoS, expected QoS that it costs the others, requests' worth of the expert's time; expected QoS
-    that it holds a place; requests and waiting requests a place; mean answers left to its running
-    and its waiting requests a place; logs of L over a lone request's latency, at most 1, of the
-    places, and of what it serves over the mean expert's; 1, as it exists. A distance is
-    tanh(3 (l / L - 1)), negative in time.
+def expert_rows(facts: Facts) -> Rows:
+    """The arrived request and the experts as flat rows (B, 7 + 19 N).
+
+    By `ARRIVED_FEATURES`, then of each expert by `EXPERT_FEATURES`.
 
     Raises:
         ValueError: If the number of experts is not that of the system.
     """
-    arrived, expert, _, held, exogenous = _parts(obs, model)
-    rows = np.concatenate([np.stack(arrived, -1), expert.reshape(len(expert), -1)], -1)
-    return Rows(rows.astype(np.float16), held, exogenous.astype(np.float32))
+    return _rows(facts)
+
+
+def node_rows(facts: Facts) -> Rows:
+    """The routing graph's nodes as flat rows, as a replay buffer holds them.
+
+    Returns:
+        Rows (B, 7 + 19 N + 8 N S + N S) with S = R + W: those of `expert_rows`, the queued
+        requests by `REQUEST_FEATURES`, and the kind of every slot: 1 if it holds a running
+        request, 2 if a waiting one, 0 if none.
+    """
+    queued = np.stack([feature.of(facts) for feature in REQUEST_FEATURES], -1)
+    kind = np.concatenate([facts.obs["running_mask"], 2 * facts.obs["waiting_mask"]], 2)
+    return _rows(facts, queued * (kind > 0)[..., None], kind)
+
+
+def _rows(facts: Facts, *more: Array) -> Rows:
+    arrived, expert = of_arrived(facts), of_experts(facts)
+    parts = [arrived, *(x.reshape(len(x), -1) for x in (expert, *more))]
+    rows = np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+
+    score, tokens, slack = (expert[..., k] for k in TOLD)
+    mean, best = 1 / facts.fleet.number[:, 0], np.where(facts.exists, score, -2).max(1)
+    prompt, rates = arrived[:, 0], facts.rates.T
+    exogenous = [np.ones_like(prompt), *rates, *rates**2, prompt, slack.max(1)]
+    exogenous += [score.sum(1) * mean, best, tokens.sum(1) * mean]
+    held = facts.estimate.held.sum(1)
+    return Rows(rows, held, np.stack(exogenous, -1, dtype=np.float32, casting="unsafe"))
 
 
 def mean_over(experts: Any, exists: Any) -> Any:
@@ -267,39 +311,15 @@ def mean_over(experts: Any, exists: Any) -> Any:
     return (experts * exists).sum(1) / exists.sum(1).clip(1)
 
 
-def split_rows(rows: Any, experts: int, slots: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
-    """The parts of `expert_rows` or, with the slots R and W, of `node_rows`; arrays or tensors.
+def split_rows(rows: Any, experts: int) -> tuple[Any, ...]:
+    """The parts of `expert_rows` or `node_rows`; arrays or tensors.
 
     Returns:
-        Arrived (B, 7), experts (B, N, 19), running (B, N, R, 8) and waiting (B, N, W, 8) requests
-        and which of them there are, (B, N, R) and (B, N, W).
+        Arrived (B, 7), experts (B, N, 19), queued requests (B, N, S, 8) and their kinds (B, N, S).
     """
-    (running, waiting), batch = slots, len(rows)
-    at = ARRIVED + EXPERT * experts
-    there = at + REQUEST * experts * (running + waiting)
+    batch, at = len(rows), ARRIVED + EXPERT * experts
+    slots = (rows.shape[1] - at) // (experts * (REQUEST + 1))
+    kinds = at + experts * slots * REQUEST
     expert = rows[:, ARRIVED:at].reshape(batch, experts, EXPERT)
-    queue = rows[:, at:there].reshape(batch, experts, running + waiting, REQUEST)
-    mask = rows[:, there : there + experts * (running + waiting)]
-    mask = mask.reshape(batch, experts, running + waiting)
-    queues = queue[:, :, :running], queue[:, :, running:], mask[..., :running], mask[..., running:]
-    return rows[:, :ARRIVED], expert, *queues
-
-
-def node_rows(obs: Observation, model: ExpectedQos) -> Rows:
-    """The routing graph's nodes as flat rows of scaled features, as a replay buffer holds them.
-
-    Those of `expert_rows`, then the queued requests: Eq. 6 and the distances from L without and
-    with the new one.
-
-    Returns:
-        Rows (B, 7 + 19 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot
-        that holds a request.
-    """
-    arrived, expert, estimate, held, exogenous = _parts(obs, model, whole=True)
-    slots = np.stack([estimate.without, estimate.with_new], -1)[:, :, :-1]
-    limit = obs["latency_requirement"][:, :, None, None]
-    of_queued = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit - 1))
-    parts = [np.stack(arrived, -1)]
-    parts += [x.reshape(len(x), -1) for x in (expert, *_queued_features(obs, of_queued))]
-    rows = np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
-    return Rows(rows, held, exogenous.astype(np.float32))
+    queued = rows[:, at:kinds].reshape(batch, experts, slots, REQUEST)
+    return rows[:, :ARRIVED], expert, queued, rows[:, kinds:].reshape(batch, experts, slots)

@@ -81,12 +81,6 @@ class PerFleet(BasePolicy):
             actions[rows] = inner.act(_without_padding(observation, rows, system), mask)
         return actions
 
-    def feedback(self, reward: NDArray[np.float64]) -> None:
-        """See `Policy.feedback`."""
-        for rows, inner in zip(self._groups, self._inner, strict=True):
-            if inner is not None:
-                inner.feedback(reward[rows])
-
     def outcomes(self, ended: NDArray[Any]) -> None:
         """See `Policy.outcomes`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):

@@ -15,6 +15,8 @@ from servegym.baselines.protocol import Observation
 
 RATES = (0.2, 2.0)
 """Arrival rates, over what a fleet serves within L, beyond which prices stay as they are."""
+PRICES, POWERS, SHARE = (0.2, 0.35), (2.5, 1.8), 0.45
+"""Numbers of `ExpectedQosGreedy`: prices and powers at rho = 1/2 and at rho = 1, share."""
 
 
 class LeastLatency(RoutingPolicy):
@@ -169,11 +171,11 @@ class ExpectedQosGreedy(RoutingPolicy):
         self,
         system: RoutingSystem,
         *,
-        price_half: float = 0.2,
-        price_full: float = 0.35,
-        power_half: float = 2.5,
-        power_full: float = 1.8,
-        share: float = 0.45,
+        price_half: float = PRICES[0],
+        price_full: float = PRICES[1],
+        power_half: float = POWERS[0],
+        power_full: float = POWERS[1],
+        share: float = SHARE,
         margin: float = 1.0,
     ) -> None:
         super().__init__(system)
@@ -187,19 +189,34 @@ class ExpectedQosGreedy(RoutingPolicy):
         """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
         limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
-        gain, harm, _, estimate = self.expected(observation, self.margin, whole=False)
+        estimate = self.expected(observation, self.margin, whole=False)
         fleet = self.expected.fleet(observation)
         own = fleet.outstanding / np.maximum(fleet.batch, 1)
-        load = (1 - self.share) * own + self.share * fleet.load
-        price, power = (
-            half * (full / half) ** (2 * fleet.rate.clip(*RATES) - 1)
-            for half, full in (self.price, self.power)
-        )
-        value = gain - harm - price * load**power * estimate.work_s * fleet.served
+        numbers = self.price, self.power, self.share
+        price = price_of_time(own, fleet.load, fleet.rate, *numbers)
+        value = estimate.gain - estimate.harm - price * estimate.work_s * fleet.served
         # Scores are bucket centres: among equal ones the fastest is taken.
         value -= 1e-3 * estimate.latency / limit
         best = np.where(np.asarray(action_mask)[:, 1:] > 0, value, -np.inf).max(axis=1)
         return np.where(best > 0, pick(-value, action_mask), 0)
+
+
+def price_of_time(
+    own: Any,
+    fleet: Any,
+    rate: Any,
+    prices: Any = PRICES,
+    powers: Any = POWERS,
+    share: float = SHARE,
+) -> Any:
+    """Price (B, N) of a request's worth of each expert's time, see `ExpectedQosGreedy`.
+
+    From the requests a place of the expert (B, N) and of the fleet (B, 1), and the arrival rate
+    over what the fleet serves (B, 1); arrays or tensors.
+    """
+    load, near = (1 - share) * own + share * fleet, 2 * rate.clip(*RATES) - 1
+    price, power = (half * (full / half) ** near for half, full in (prices, powers))
+    return price * load**power
 
 
 def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[str, NDArray[Any]]:

@@ -39,29 +39,35 @@ FEW = 32
 
 
 class Estimate(NamedTuple):
-    """Predictions for S = R + W + 1 slots: running, waiting, and the new request last.
+    """Predictions for S = R + W + 1 slots, running, waiting, and the new request last; of experts.
+
+    The last three are of `ExpectedQos`; `LatencyModel.estimate` leaves them 0.
 
     Attributes:
         without: (B, N, S) latency per token (s) if the new request goes elsewhere; NaN = no
             request in that slot.
         with_new: (B, N, S) latency per token (s) if it comes here.
         scores: (B, N, S) predicted score, 0 = no request.
-        now: (B, N, S) latency per token so far (s).
         latency: (B, N) latency per token (s) of the new request, the last of ``with_new``.
         work_s: (B, N) seconds of the expert's time that the new request takes: its prefill and its
             share of full decode iterations.
         running_tokens: (B, N) tokens left to the running requests.
         waiting_tokens: (B, N) tokens left to the waiting requests.
+        gain: (B, N) expected score in time of the new request.
+        harm: (B, N) expected scores that it pushes over the requirement.
+        held: (B, N) expected scores in time of the others if it goes elsewhere.
     """
 
     without: Floats
     with_new: Floats
     scores: Floats
-    now: Floats
     latency: Floats
     work_s: Floats
     running_tokens: Floats
     waiting_tokens: Floats
+    gain: Floats
+    harm: Floats
+    held: Floats
 
 
 class Laws(NamedTuple):
@@ -100,14 +106,6 @@ class Curves(NamedTuple):
     edges: Floats
     survival: Floats
     left: Floats
-
-
-class Effects(NamedTuple):
-    """Arrays (B, N) of `ExpectedEffect`."""
-
-    gain: Floats
-    harm: Floats
-    held: Floats
 
 
 class Requests(NamedTuple):
@@ -293,13 +291,13 @@ def _chance(survival, latency, mean, emitted, elapsed, decode, limit):
 
 
 @jit
-def _estimate(obs, laws, placed, curves, overrun, limit, whole, out, effects):
+def _estimate(obs, laws, placed, curves, overrun, limit, whole, out):
     """Fill the predictions of `LatencyModel.estimate`, and of `ExpectedQos` if there are curves.
 
     Unless ``whole``, the arrays of all slots are not filled.
     """
-    obs, laws, placed, curves = borrowed(obs), borrowed(laws), borrowed(placed), borrowed(curves)
-    out, effects = borrowed(out), borrowed(effects)
+    obs, laws, placed = borrowed(obs), borrowed(laws), borrowed(placed)
+    curves, out = borrowed(curves), borrowed(out)
     batch, experts, capacity, _ = obs.running.shape
     size = capacity + obs.waiting.shape[2] + 1
     f, k = np.empty((9, size)), np.empty((3, size), dtype=np.int64)
@@ -313,7 +311,7 @@ def _estimate(obs, laws, placed, curves, overrun, limit, whole, out, effects):
                 out.with_new[b, n, :] = np.nan
             out.latency[b, n], out.work_s[b, n] = np.nan, 0.0
             out.running_tokens[b, n], out.waiting_tokens[b, n] = 0.0, 0.0
-            effects.gain[b, n], effects.harm[b, n], effects.held[b, n] = 0.0, 0.0, 0.0
+            out.gain[b, n], out.harm[b, n], out.held[b, n] = 0.0, 0.0, 0.0
             c, m, full = placed.card[b, n], placed.model[b, n], placed.batch_limit[b, n]
             if c < 0:  # no expert
                 continue
@@ -356,13 +354,13 @@ def _estimate(obs, laws, placed, curves, overrun, limit, whole, out, effects):
             after = _decode_s(laws, c, min(count + 1, most), at)
             curve = curves.survival[m, r.bucket[count]]
             in_time = _chance(curve, r.latency[count], r.mean[count], 0.0, 0.0, after, limit[b])
-            effects.gain[b, n] = r.score[count] * in_time
+            out.gain[b, n] = r.score[count] * in_time
             for i in range(count):
                 curve, given = curves.survival[m, r.bucket[i]], (r.generated[i], r.elapsed[i])
                 in_time = _chance(curve, r.latency[i], r.mean[i], *given, after, limit[b])
                 was = _chance(curve, r.early[i], r.mean[i], *given, before, limit[b])
-                effects.harm[b, n] += r.score[i] * max(was - in_time, 0.0)
-                effects.held[b, n] += r.score[i] * was
+                out.harm[b, n] += r.score[i] * max(was - in_time, 0.0)
+                out.held[b, n] += r.score[i] * was
 
 
 @jit
@@ -395,10 +393,9 @@ def compile_kernels() -> None:
     queue, request = np.zeros((1, 1, 1, 6), np.float32), np.zeros((1, 1, 3), np.float32)
     obs, curves = Inputs(request, queue, mask, queue, mask), Curves(two, three, three)
     laws, placed = Laws(one, two, one, three, one, one), Placed(index, index, index, *index, *index)
-    effects = Effects(two, two, two)
-    out = Estimate(three, three, three, three, two, two, two, two)
+    out = Estimate(three, three, three, *[two] * 7)
     calls = [
-        (_estimate, (obs, laws, placed, curves, 0.3, one, False, out, effects)),
+        (_estimate, (obs, laws, placed, curves, 0.3, one, False, out)),
         (_serve_within, (laws, placed, 1.0, one, (two, two, two))),
     ]
     _jit.compile_kernels("latency estimate of the routing policies", calls)
@@ -445,11 +442,23 @@ class LatencyModel:
     def estimate(self, observation: Observation) -> Estimate:
         """Predict the latency per token of all requests with and without the new one."""
         limit = np.zeros(len(observation["request"]))
-        return self.of(_inputs(observation), self.system.placed(observation), NO_CURVES, limit)[0]
+        return self.of(_inputs(observation), self.system.placed(observation), NO_CURVES, limit)
+
+    def __call__(self, observation: Observation, whole: bool = True) -> Estimate:
+        """`estimate` with gain and harm at the predicted lengths, where chances are 0 or 1.
+
+        ``whole`` is for the signature of `ExpectedQos`: all slots are needed.
+        """
+        estimate = self.estimate(observation)
+        limit = observation["latency_requirement"][:, :, None]
+        in_time = estimate.with_new <= limit
+        made_late = ((estimate.without <= limit) & ~in_time)[..., :-1] * estimate.scores[..., :-1]
+        gain = estimate.scores[..., -1] * in_time[..., -1]
+        return estimate._replace(gain=gain, harm=made_late.sum(-1))
 
     def of(
         self, obs: Inputs, placed: Placed, curves: Curves, limit: Floats, whole: bool = True
-    ) -> tuple[Estimate, Effects]:
+    ) -> Estimate:
         """`estimate` at the mean lengths of the curves, and by them the effects within L (B,).
 
         Unless ``whole``, the arrays of all slots are empty, (B, N, 0).
@@ -462,19 +471,16 @@ class LatencyModel:
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
         every = (*shape, slots + obs.waiting.shape[2] + 1 if whole else 0)
-        scores, now = np.empty((2, *every))
+        scores = np.empty(every)
         if whole:
             masked = [
                 obs.running[..., 1] * obs.running_mask,
                 obs.waiting[..., 1] * obs.waiting_mask,
             ]
             np.concatenate([*masked, obs.request[..., 1, None]], axis=-1, out=scores)
-            zero = np.zeros((*shape, 1))
-            np.concatenate([obs.running[..., 5], obs.waiting[..., 5], zero], axis=-1, out=now)
-        out = Estimate(np.empty(every), np.empty(every), scores, now, *np.empty((4, *shape)))
-        effects = Effects(*np.empty((3, *shape)))
-        _estimate(obs, self.laws, placed, curves, self.overrun, limit, whole, out, effects)
-        return out, effects
+        out = Estimate(np.empty(every), np.empty(every), scores, *np.empty((7, *shape)))
+        _estimate(obs, self.laws, placed, curves, self.overrun, limit, whole, out)
+        return out
 
     def within(self, limit: Floats, placed: Placed) -> tuple[Floats, Floats, Floats]:
         """What the experts serve within L (B,), (B, N) each.
@@ -553,22 +559,6 @@ def _by_prediction(library: Library, kind: int, longest: int) -> tuple[Floats, F
     return edges, _shares(count + POOLING * of_bucket)
 
 
-class ExpectedEffect(NamedTuple):
-    """What `ExpectedQos` says of sending the new request to each expert.
-
-    Attributes:
-        gain: (B, N) expected score in time of the new request.
-        harm: (B, N) expected scores that it pushes over the requirement.
-        held: (B, N) expected scores in time of the others if it goes elsewhere.
-        estimate: The estimate at mean lengths.
-    """
-
-    gain: Floats
-    harm: Floats
-    held: Floats
-    estimate: Estimate
-
-
 class FleetLoad(NamedTuple):
     """What the experts of a fleet serve within L, and how busy they are.
 
@@ -615,7 +605,7 @@ class ExpectedQos:
 
     def __call__(
         self, observation: Observation, margin: float = 1.0, whole: bool = True
-    ) -> ExpectedEffect:
+    ) -> Estimate:
         """Expected QoS of the new request, of the others, and what it costs them.
 
         Args:
@@ -625,8 +615,7 @@ class ExpectedQos:
         """
         limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)[:, 0]
         obs, placed = _inputs(observation), self.system.placed(observation)
-        estimate, effects = self.model.of(obs, placed, self.curves, _array(limit), whole)
-        return ExpectedEffect(*effects, estimate)
+        return self.model.of(obs, placed, self.curves, _array(limit), whole)
 
     def fleet(self, observation: Observation) -> FleetLoad:
         """How busy a fleet is, in what it serves within L."""

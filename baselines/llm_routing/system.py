@@ -172,14 +172,17 @@ class RoutingSystem(SystemDescription):
         """The laws and answers of the experts, each one's own."""
         return Library(**{name: getattr(self, name) for name in Library._fields[:-1]})
 
+    @cached_property
+    def _placed(self) -> Placed:
+        """`placed` of one observation."""
+        each, chunked = np.arange(self.num_experts)[None], self.scheduler == "chunked_prefill"
+        sizes = np.array([[chunked], [self.running_capacity]], dtype=np.int64)
+        return Placed(each, each, self.batch_limit()[None], *sizes)
+
     def placed(self, observation: Observation) -> Placed:
         """The parts of `library` that the experts of a batch of observations are made of."""
         batch = len(observation["request"])
-        each = np.tile(np.arange(self.num_experts), (batch, 1))
-        chunked, running = np.ones((2, batch), dtype=np.int64)
-        chunked *= self.scheduler == "chunked_prefill"
-        running *= self.running_capacity
-        return Placed(each, each, np.tile(self.batch_limit(), (batch, 1)), chunked, running)
+        return Placed(*(part.repeat(batch, 0) for part in self._placed))
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:

@@ -57,9 +57,8 @@ def label(source, rng):
     """Labels that say that an expert is worth twice its predicted score and a drop -1."""
     for _ in range(6):
         source.step(source.heuristic, rng)
-        obs, mask, system = source.obs, source.mask, source.model.system
-        layout = rpi.Layout(system.num_experts, system.running_capacity, system.waiting_capacity)
-        agent_rows = layout.rows(obs, source.model)
+        obs, mask = source.obs, source.mask
+        agent_rows = rpi.Agent(source.model.system).rows(obs)
         actions = np.argsort(rng.random(mask.shape), 1)[:, :3].astype(np.int8)
         worth = np.concatenate([np.full((len(mask), 1), -1.0), 2 * obs["request"][..., 1]], 1)
         noise = rng.normal(size=(len(mask), 1)) * 5  # what all actions of a state have in common

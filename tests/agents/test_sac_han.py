@@ -33,12 +33,14 @@ def tensor_rows(net, obs):
 def test_rows_hold_what_the_estimator_says(random_obs):
     obs = random_obs(6, 4, 3, 2, seed=5)
     model = ExpectedQos(a_system())
-    gain, harm, held, estimate = model(obs)
-    rows, expected_held, _ = features.node_rows(obs, model)
+    estimate = model(obs)
+    gain, harm, held = estimate.gain, estimate.harm, estimate.held
+    rows, expected_held, _ = features.node_rows(features.Facts(obs, model, whole=True))
     of_experts = rows[:, : features.ARRIVED + 4 * features.EXPERT]
-    np.testing.assert_array_equal(of_experts, features.expert_rows(obs, model).rows)
-    arrived, expert, running, waiting, runs, waits = features.split_rows(rows, 4, (3, 2))
-    column = dict(zip(features.EXPERT_COLUMNS, np.moveaxis(expert, -1, 0), strict=True))
+    np.testing.assert_array_equal(of_experts, features.expert_rows(features.Facts(obs, model)).rows)
+    arrived, expert, queued, kind = features.split_rows(rows, 4)
+    names = [feature.name for feature in features.EXPERT_FEATURES]
+    column = dict(zip(names, np.moveaxis(expert, -1, 0), strict=True))
     limit, fleet = obs["latency_requirement"], model.fleet(obs)
     ratio = (obs["experts"][..., 1] + obs["experts"][..., 2]) / fleet.batch
     left = estimate.running_tokens / model.system.mean_output_tokens / fleet.batch
@@ -51,15 +53,15 @@ def test_rows_hold_what_the_estimator_says(random_obs):
         np.testing.assert_allclose(column[name], values, atol=2e-3, rtol=2e-3, err_msg=name)
     assert np.ptp(held) > 0.1 and harm.max() > 0
     np.testing.assert_allclose(expected_held, held.sum(1))
-    np.testing.assert_array_equal(runs, obs["running_mask"])
-    np.testing.assert_array_equal(waits, obs["waiting_mask"])
+    np.testing.assert_array_equal(kind == 1, np.pad(obs["running_mask"], [(0, 0)] * 2 + [(0, 2)]))
+    np.testing.assert_array_equal(kind == 2, np.pad(obs["waiting_mask"], [(0, 0)] * 2 + [(3, 0)]))
     without = np.tanh(3 * (estimate.without / limit[:, :, None] - 1))
     there = obs["waiting_mask"] > 0
-    np.testing.assert_allclose(waiting[there][:, 6], without[:, :, 3:5][there], atol=2e-3)
+    np.testing.assert_allclose(queued[:, :, 3:][there][:, 6], without[:, :, 3:5][there], atol=2e-3)
     rate = np.log(1 / obs["load"][:, 2, 0] / fleet.total[:, 0]).clip(-3, 3)
     np.testing.assert_allclose(arrived[:, 1], np.log(limit[:, 0]) + 3.5, atol=2e-3)
     np.testing.assert_allclose(arrived[:, 4], rate, atol=2e-3)
-    assert (running[obs["running_mask"] == 0] == 0).all()
+    assert (queued[kind == 0] == 0).all()
 
 
 @both

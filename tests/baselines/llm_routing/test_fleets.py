@@ -9,7 +9,7 @@ import pytest
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 
 ID = "servegym/LLMRouting-v1"
-SHORT = {"rollout": {"horizon": 2}, "thompson": {"prior_states": 32}}
+SHORT = {"rollout": {"horizon": 2}}
 NAMES = [info.name for info in list_policies() if info.alias_of is None]
 
 

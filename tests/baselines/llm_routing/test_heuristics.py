@@ -148,7 +148,7 @@ def outcome(row, request, qos):
 
 
 def test_thompson_learns_when_a_request_ends():
-    policy = make_policy("thompson", make_system(train=False), ridge=2.0)
+    policy = make_policy("thompson", make_system(train=False))
     policy.reset(2)
     rng = np.random.default_rng(0)
     decisions = []
@@ -159,7 +159,7 @@ def test_thompson_learns_when_a_request_ends():
         policy.feedback(np.ones(2))  # the step's reward tells it nothing
         x = policy.features(observation)
         decisions.append((action[0] - 1, x[0, action[0] - 1]))
-    gram, target = np.tile(2.0 * np.eye(8), (6, 1, 1)), np.zeros((6, 8))
+    gram, target = np.tile(np.eye(8), (6, 1, 1)), np.zeros((6, 8))
     assert np.allclose(policy._inverse[0], np.linalg.inv(gram)) and not policy._target.any()
     policy.outcomes(np.concatenate([outcome(0, 7, 0.9), outcome(0, 2, 0.4), outcome(0, 7, 0.1)]))
     for request, qos in ((7, 0.9), (2, 0.4)):  # the second word on request 7 is none

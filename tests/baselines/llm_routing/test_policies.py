@@ -8,7 +8,7 @@ import pytest
 
 import servegym  # noqa: F401  registers the ids
 from servegym.baselines.llm_routing import RoutingSystem
-from servegym.baselines.llm_routing.features import impact_features
+from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs._outcomes import OutcomeReader
@@ -131,8 +131,8 @@ def test_without_predictions_nothing_is_known_of_scores_and_lengths():
     assert np.array_equal(other.mean_output_tokens, blind.mean_output_tokens)
     observation, _ = envs.reset(seed=0)
     assert not observation["request"][..., 1:].any()
-    of_expert, _ = impact_features(observation, LatencyModel(blind))
-    assert set(np.unique(of_expert[..., 1])) <= {0.0, 0.5}
+    scores = with_mean_scores(observation, blind)["request"][..., 1]
+    assert set(np.unique(scores)) == {0.5}
 
 
 def test_outcomes_are_told_when_requests_end_and_once():
