@@ -63,12 +63,12 @@ def _largest(high: float | str, sizes: Mapping[str, float]) -> float:
 
 
 def table(columns: Sequence[Column]) -> str:
-    """The lines of a Markdown table of the columns."""
-    scaled = any(column.spread != 1.0 for column in columns)
-    heads = ["Column", "Name", "From", "To", *(["Mean", "Spread"] if scaled else []), "Meaning"]
+    """The lines of a Markdown table of the columns, in units of `Column.high`."""
+    signed = any(column.low for column in columns)
+    heads = ["Column", "Name", *(["From", "To"] if signed else ["0 to"]), "Meaning"]
     rows = [heads, ["---"] * len(heads)]
-    for k, (name, high, text, low, mean, spread) in enumerate(columns):
-        moments = [f"{mean:g}", f"{spread:g}"] if scaled else []
+    for k, (name, high, text, low, *_) in enumerate(columns):
+        least = [f"{low:,g}"] if signed else []
         most = high if isinstance(high, str) else f"{high:,.9g}"
-        rows.append([str(k), f"`{name}`", f"{low:,g}", most, *moments, text])
+        rows.append([str(k), f"`{name}`", *least, most, text])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

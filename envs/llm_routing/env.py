@@ -174,9 +174,9 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     ## Observation Space
 
     A float32 `Box` of shape (N, 44), with `fleet="random"` (16, 44): a row an expert. A column is a
-    value less its mean, over its spread. L is the latency per token that is allowed; R and W are
-    `running_capacity` and `waiting_capacity`, `held` is R + W, `longest` `max_output_tokens`, `tokens`
-    the longest prompt and that, `kv` the largest KV memory.
+    value less its mean, over its spread (`layout.SUMMARY_COLUMNS` has both). L is the latency per
+    token that is allowed; R and W are `running_capacity` and `waiting_capacity`, `held` is R + W,
+    `longest` `max_output_tokens`, `tokens` the longest prompt and that, `kv` the largest KV memory.
 
     {summary}
 
