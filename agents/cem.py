@@ -221,7 +221,7 @@ class DrawnFleets(Task):
             load, rate = (feature.of(facts).astype(np.float32) for feature in FLEET)
             load = 1.5 * load - 1.25
             index = weights[:, : len(READ)] + weights[:, len(READ) : -3] * load[:, None]
-            drop = 5 * weights[:, -3] + 2 * load * weights[:, -2] + rate * weights[:, -1]
+            drop: Any = 5 * weights[:, -3] + 2 * load * weights[:, -2] + rate * weights[:, -1]
             return np.concatenate([drop[:, None], np.einsum("bnk,bk->bn", x, index)], -1)
 
         return of
