@@ -334,8 +334,7 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
     print_table(f"{policy}, {scenario}", heads, cells, notes, left=2)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Command line entry; see the module's docstring."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="servegym presubmit",
         description=(__doc__ or "").partition("\n")[0],
@@ -366,7 +365,12 @@ def main(argv: Sequence[str]) -> int:
     text = "policies that play at a time (1)"
     parser.add_argument("--workers", type=int, default=1, help=text)
     parser.add_argument("--json", type=Path, help="file for the rows")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line entry; see the module's docstring."""
+    args = _parser().parse_args(argv)
     policy, against = args.policy[-1], args.against or list(AGAINST)
     if len(args.policy) > 2 or (len(args.policy) == 2 and args.against):
         raise ValueError("policy: give one, with --against if you like, or the old and the new one")
@@ -377,7 +381,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--scenario has a fleet and a load: leave out --trace, --cards and --set")
     seed = fresh_seed() if args.seed is None else args.seed
     out = None if args.json is None else check_writable(args.json)
-    rules = Rules(**{name: getattr(args, name) for name in asdict(defaults)})
+    rules = Rules(**{name: getattr(args, name) for name in asdict(Rules())})
     real("--time-limit", args.time_limit_s, 0.0, open_low=True)
     workers = Workers(args.workers)
     if fleet and not rates:

@@ -130,8 +130,7 @@ def data_folder(option: Path | None) -> Path:
     return option or Path(os.environ.get("SERVEGYM_DATA") or Path("..", "shared", "data"))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Command line: replay the measured run, print and write the errors."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="servegym fidelity",
         description="Replay a measured run and print the errors of TTFT, TPOT and latency.",
@@ -143,7 +142,12 @@ def main(arguments: Sequence[str]) -> int:
     add("--engine", help="vllm@VERSION of a composed profile (default: the run's)")
     add("--out", type=Path, default=OUT, help=f"folder for tables and plot (default: {OUT})")
     add("--no-plot", action="store_true", help="do without matplotlib")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command line: replay the measured run, print and write the errors."""
+    options = _parser().parse_args(arguments)
     folder = options.run or data_folder(options.data).joinpath(*RUN_FOLDER)
     if not folder.is_dir():
         raise ValueError(
@@ -189,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
         "first_ttft_measured_s": first[0],
         "first_ttft_simulated_s": first[1],
     }
-    origin = provenance(shlex.join([*parser.prog.split(), *arguments]), settings=about)
+    origin = provenance(shlex.join(["servegym", "fidelity", *arguments]), settings=about)
     for stem, rows in tables.items():
         write_result(options.out / stem, rows, origin)
     if not options.no_plot:

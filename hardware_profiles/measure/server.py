@@ -123,6 +123,25 @@ def _count(usage: Mapping[str, Any], key: str) -> int:
     return count if isinstance(count, int) and 0 < count < 1 << 31 else 0
 
 
+def _body(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
+    """What a request asks of the server."""
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "max_tokens": endpoint.output_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        # Servers that know it generate the full length, which is what is being timed.
+        "ignore_eos": True,
+        "cache_prompt": False,  # llama.cpp's name for a prefix cache
+    }
+    if endpoint.api == "chat":
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    return body
+
+
 def ask(
     endpoint: Endpoint, prompt: str | list[int], on_token: Callable[[], None] | None = None
 ) -> Reply:
@@ -139,20 +158,7 @@ def ask(
     """
     parts = http_url("url", endpoint.url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    body: dict[str, Any] = {
-        "model": endpoint.model,
-        "max_tokens": endpoint.output_tokens,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        # Servers that know it generate the full length, which is what is being timed.
-        "ignore_eos": True,
-        "cache_prompt": False,  # llama.cpp's name for a prefix cache
-    }
-    if endpoint.api == "chat":
-        body["messages"] = [{"role": "user", "content": prompt}]
-    else:
-        body["prompt"] = prompt
+    body = _body(endpoint, prompt)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     if endpoint.api_key:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
