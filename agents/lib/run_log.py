@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import inspect
 import itertools
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from servegym._files import naming, write_text
+from servegym._files import locked, naming, write_text
 from servegym.agents.lib.evaluation import RULES
 from servegym.agents.lib.snapshots import load_snapshot, restore_state, save_snapshot, state_of
 from servegym.envs.families import find_family
@@ -407,7 +406,7 @@ def _new(args: Any, name: str) -> tuple[Path, BinaryIO]:
         run.mkdir(parents=True, exist_ok=True)
         if not any(run.glob("*.safetensors")):
             try:
-                return run, _lock(open(run / LOG, "xb"), run)  # noqa: SIM115
+                return run, _locked(run, "xb")
             except FileExistsError:
                 pass
     raise ValueError(
@@ -423,7 +422,7 @@ def _resumed(args: Any, name: str) -> tuple[Path, BinaryIO] | None:
         first = next(_folders(args, name))
         print(f"no run to resume at {first}: it begins anew", flush=True)
         return None
-    file = _lock(open(run / LOG, "r+b"), run)  # noqa: SIM115
+    file = _locked(run, "r+b")
     if not (run / SNAPSHOT).exists():
         raise ValueError(
             f"resume: {run} has no snapshot; begin anew without --resume, under another name, and "
@@ -432,13 +431,7 @@ def _resumed(args: Any, name: str) -> tuple[Path, BinaryIO] | None:
     return run, file
 
 
-def _lock(file: BinaryIO, run: Path) -> BinaryIO:
-    """The file, locked until it is closed or the process ends, however that be."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(
-            f"run_name: another process writes to {run}; give another name or wait for its end"
-        ) from None
-    return file
+def _locked(run: Path, mode: Literal["xb", "r+b"]) -> BinaryIO:
+    """The log of a run, which no other process writes to."""
+    busy = f"run_name: another process writes to {run}; give another name or wait for its end"
+    return locked(run / LOG, busy, mode)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -284,15 +284,18 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
-def locked(path: str | os.PathLike[str], busy: str) -> BinaryIO:
-    """A file that is locked until it is closed or the process ends; it is made if it is not there.
+def locked(
+    path: str | os.PathLike[str], busy: str, mode: Literal["ab", "xb", "r+b"] = "ab"
+) -> BinaryIO:
+    """A file that is opened and locked until it is closed or the process ends, however that be.
 
     Raises:
         ValueError: With the text ``busy``, if another process holds it.
+        OSError: If it cannot be opened in this mode.
     """
     import fcntl  # which Windows lacks
 
-    file = open(path, "ab")
+    file: BinaryIO = open(path, mode)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -41,7 +41,7 @@ from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.guest import APART, Guests
 from servegym.experiments.evaluation.output import print_table, read_rows
-from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE
+from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import enough_for, noninferiority, unseen_losses
@@ -314,7 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help=text)
     add("--in-process", action="store_true", help="trust policy files: no process of their own")
     text = "seconds that such a file may take for an answer (%(default)g)"
-    add("--time-limit", type=float, default=60.0, help=text)
+    add("--time-limit", type=float, default=APART.time_limit_s, help=text)
     add("--out", type=Path, help=f"the table ({BOARD})")
     text = "use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)"
     add("--ray", metavar="WHERE", help=text)
@@ -385,9 +385,13 @@ def _measured(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of jobs as they end, with the numbers of these; guests come last in ``jobs``."""
     own = [job for job in jobs if job[1] in policies_for(job[0])]
+    theirs = jobs[len(own) :]
+    for point, policy, *_ in theirs:  # one that cannot be made ends the command before any work
+        problem = problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs})
+        resolve(policy, problem, point.family, guests=guests).close()
     yield from workers(measure, own, [f"{policy} at {point.name}" for point, policy, *_ in own])
     # A guest's file lies on this machine, and it has a process an episode: those are spread.
-    for index, job in enumerate(jobs[len(own) :], len(own)):
+    for index, job in enumerate(theirs, len(own)):
         yield index, measure(*job, guests, workers)
 
 

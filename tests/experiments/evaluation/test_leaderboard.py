@@ -218,6 +218,15 @@ def test_policies_are_measured_at_the_points_of_their_family(
         main(["--quick", "--policy", "prism", "greedy_qos"])
 
 
+def test_a_guest_that_cannot_be_made_ends_the_command_before_any_work(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small / "broken.py").write_text("1 / 0\n")
+    monkeypatch.setattr(leaderboard, "measure", lambda *job: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=".broken.py. cannot be used .line 1.: ZeroDivisionError"):
+        main(["--quick", "--policy", "broken.py", "--at-least", "random"])
+
+
 def test_seeds_are_shown_after_the_guests_have_played(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
