@@ -1,44 +1,42 @@
 """Rules of the published gateways for prefix-cache-aware routing, with their published constants.
 
-A `Rule` chooses a replica from a `View`; it needs no environment. `RULES` names them all, and
-importing this package registers them as policies.
+Importing this package registers them as policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from types import MappingProxyType
-from typing import Any
-
-from servegym.baselines.prefix_routing import gateways, simple
-from servegym.baselines.prefix_routing.llm_d_latency import LlmdPredicted
-from servegym.baselines.prefix_routing.papers import Mooncake, Preble
-from servegym.baselines.prefix_routing.plugins import (
-    AIBRIX,
-    GUIDE,
-    SCORES,
-    GatewayPolicy,
-    GatewayRule,
-)
-from servegym.baselines.prefix_routing.policy import RulePolicy
+from servegym.baselines.prefix_routing import rules
+from servegym.baselines.prefix_routing.plugins import AIBRIX, GUIDE, SCORES, GatewayPolicy
+from servegym.baselines.prefix_routing.policy import Decide, RoundRobin, RulePolicy
 from servegym.baselines.prefix_routing.rollout import Rollout
 from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
 from servegym.baselines.registry import register_policy
 
-__all__ = ["NOWHERE", "RULES", "PrefixSystem", "Rule", "RulePolicy", "View"]
+__all__ = ["SETTINGS", "PrefixSystem", "RulePolicy"]
 
-SETTINGS: dict[str, tuple[str, dict[str, float]]] = {
-    "llm_d": ("llm-d", SCORES),
-    "llm_d_affinity": ("llm-d", GUIDE),
+SETTINGS: dict[str, tuple[str, dict[str, float], str]] = {
+    "llm_d": (
+        "llm-d",
+        SCORES,
+        "llm-d's router without a file, its guides until August 2026: queue 2, KV 2, prefix 3",
+    ),
+    "llm_d_affinity": (
+        "llm-d",
+        GUIDE,
+        "llm-d's guides since August 2026: affinity filter, then the least token load",
+    ),
     "sglang_cache_aware": (
         "sglang",
         {"cache-threshold": 0.5, "balance-abs-threshold": 32.0, "balance-rel-threshold": 1.1},
+        "SGLang's cache_aware, defaults of the Rust library",
     ),
-    "sglang_cache_aware_cli": ("sglang", {}),
-    "dynamo": ("dynamo", {}),
-    "aibrix": ("aibrix", {}),
+    "sglang_cache_aware_cli": (
+        "sglang",
+        {},
+        "SGLang's cache_aware, defaults of its command lines",
+    ),
+    "dynamo": ("dynamo", {}, "NVIDIA Dynamo's cost: prefill blocks + decode blocks"),
+    "aibrix": ("aibrix", {}, "AIBrix's prefix-cache: the best match not far above the mean load"),
     "aibrix_documented": (
         "aibrix",
         {
@@ -46,85 +44,38 @@ SETTINGS: dict[str, tuple[str, dict[str, float]]] = {
             f"{AIBRIX}LOAD_IMBALANCE_MIN_GAP": 17.0,
             f"{AIBRIX}STANDARD_DEVIATION_FACTOR": 2.0,
         },
+        "AIBrix's prefix-cache, the chart's constants",
     ),
 }
-"""Published settings of the gateways in `plugins`: name -> gateway and its numbers."""
+"""Published settings of the gateways in `plugins`: name -> gateway, its numbers, one line."""
+
+RULES: dict[str, tuple[Decide, bool, str]] = {
+    "random": (rules.anywhere, True, "uniform over the replicas that are up"),
+    "least_load": (rules.least_load, True, "fewest requests in flight"),
+    "lmetric": (rules.lmetric, False, "least new prefill x (load + 1)"),
+    "production_stack_prefix": (
+        rules.production_stack_prefix,
+        True,
+        "production-stack's prefixaware: the longest match, whatever the load",
+    ),
+    "mooncake": (rules.mooncake, False, "least estimated time to first token (Mooncake)"),
+    "ray_prefix_aware": (rules.ray_prefix_aware, True, "Ray's prefix-aware router"),
+}
+"""Name -> rule, whether its ties are broken at random, one line."""
 
 
-def _set(name: str) -> Callable[[], Rule]:
-    return partial(GatewayRule, *SETTINGS[name])
+def _register_setting(name: str, gateway: str, setting: dict[str, float], line: str) -> None:
+    def make(system: PrefixSystem) -> GatewayPolicy:
+        return GatewayPolicy(system, gateway, setting, name=name)
+
+    register_policy(name, make, line, family="prefix_routing")
 
 
-RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType(
-    {
-        "random": (simple.Random, "uniform over the replicas that are up"),
-        "round_robin": (simple.RoundRobin, "the next replica in turn"),
-        "least_load": (simple.LeastLoad, "fewest requests in flight"),
-        "vllm_dp": (simple.VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)"),
-        "session_hash": (
-            simple.SessionHash,
-            "hash ring over sessions (production-stack's session)",
-        ),
-        "llm_d": (
-            _set("llm_d"),
-            "llm-d's router without a file, its guides until August 2026: queue 2, KV 2, prefix 3",
-        ),
-        "llm_d_affinity": (
-            _set("llm_d_affinity"),
-            "llm-d's guides since August 2026: affinity filter, then the least token load",
-        ),
-        "llm_d_predicted": (
-            LlmdPredicted,
-            "llm-d's predicted latency: boosted trees that learn while they serve",
-        ),
-        "sglang_cache_aware": (
-            _set("sglang_cache_aware"),
-            "SGLang's cache_aware, defaults of the Rust library",
-        ),
-        "sglang_cache_aware_cli": (
-            _set("sglang_cache_aware_cli"),
-            "SGLang's cache_aware, defaults of its command lines",
-        ),
-        "lmetric": (gateways.LMetric, "least new prefill x (load + 1)"),
-        "dynamo": (_set("dynamo"), "NVIDIA Dynamo's cost: prefill blocks + decode blocks"),
-        "production_stack_prefix": (
-            gateways.ProductionStackPrefix,
-            "production-stack's prefixaware: the longest match, whatever the load",
-        ),
-        "production_stack_kv": (
-            gateways.ProductionStackKvAware,
-            "production-stack's kvaware: nearly the whole prompt matched, else by session",
-        ),
-        "aibrix": (
-            _set("aibrix"),
-            "AIBrix's prefix-cache: the best match not far above the mean load",
-        ),
-        "aibrix_documented": (
-            _set("aibrix_documented"),
-            "AIBrix's prefix-cache, the chart's constants",
-        ),
-        "aibrix_load_balance": (
-            gateways.AibrixLoadBalance,
-            "AIBrix's load-balance (June 2026): least requests in flight over those ended lately",
-        ),
-        "preble": (Preble, "Preble's E2: exploit mostly cached prompts, else least load"),
-        "mooncake": (Mooncake, "least estimated time to first token (Mooncake)"),
-        "ray_prefix_aware": (gateways.RayPrefixAware, "Ray's prefix-aware router"),
-        "weighted_load": (
-            simple.WeightedLoad,
-            "least TTFT estimate plus load by the card's weight, for loads below the knee",
-        ),
-    }
-)
-"""Name -> (what makes the rule, one line about it)."""
+def _register_rule(name: str, decide: Decide, chance: bool, line: str) -> None:
+    def make(system: PrefixSystem) -> RulePolicy:
+        return RulePolicy(system, name, decide, chance)
 
-
-def _policy(
-    name: str, make: Callable[..., Rule], system: PrefixSystem, **kwargs: Any
-) -> RulePolicy | GatewayPolicy:
-    if name in SETTINGS:  # the same choices, for all rows at once
-        return GatewayPolicy(system, *SETTINGS[name], name=name)
-    return RulePolicy(system, partial(make, **kwargs), name)
+    register_policy(name, make, line, family="prefix_routing")
 
 
 register_policy(
@@ -134,6 +85,14 @@ register_policy(
     clairvoyant=True,
     family="prefix_routing",
 )
-
-for _name, (_make, _line) in RULES.items():
-    register_policy(_name, _make, _line, family="prefix_routing", wrapper=partial(_policy, _name))
+register_policy("round_robin", RoundRobin, "the next replica in turn", family="prefix_routing")
+register_policy(
+    "weighted_load",
+    rules.weighted_load,
+    "least TTFT estimate plus load by the card's weight, for loads below the knee",
+    family="prefix_routing",
+)
+for _name, _rule in RULES.items():
+    _register_rule(_name, *_rule)
+for _name, _setting in SETTINGS.items():
+    _register_setting(_name, *_setting)

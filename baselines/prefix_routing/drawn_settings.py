@@ -8,18 +8,16 @@ objectives of a drawn share of the requests.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.prefix_routing import RULES, Rule
-from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.baselines.prefix_routing.view import NOWHERE
 from servegym.baselines.protocol import VALIDATION
+from servegym.baselines.registry import make_policy
 from servegym.envs.prefix_routing.config import DICT, Problem, build_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.prefix_routing.workloads import WORKLOADS
@@ -137,29 +135,21 @@ def attainment(batch: PrefixBatch, decide: Decide) -> NDArray[np.float64]:
     return met / batch.problem.arguments.episode_requests
 
 
-def rules_decide(rules: Sequence[Rule], system: PrefixSystem, seed: int) -> Decide:
-    """One rule a row, at the start of an episode."""
-    chances = [np.random.default_rng([seed, 1]) for _ in rules]
-    for rule in rules:
-        rule.reset()
-
-    def decide(obs: Observation, mask: NDArray[np.int8]) -> NDArray[np.int64]:
-        actions = np.zeros(len(rules), np.int64)
-        for row, rule in enumerate(rules):
-            chosen = rule.choose(view_of(obs, row, mask[row], system, chances[row]))
-            actions[row] = 0 if chosen == NOWHERE else chosen
-        return actions
-
-    return decide
-
-
 def best_reference(setting: Setting, rate: float, seed: int) -> float:
     """Attainment of the best of `REFERENCES` in an episode of the setting at a rate."""
     problem = problem_of(setting, rate=rate)
-    rules = [RULES[name][0]() for name in REFERENCES]
-    batch = PrefixBatch(problem, len(rules))
+    batch = PrefixBatch(problem, len(REFERENCES))
     begin_alike(batch, np.random.default_rng([seed, 0]))
-    decide = rules_decide(rules, PrefixSystem.from_problem(problem), seed)
+    system = PrefixSystem.from_problem(problem)
+    policies: list[Any] = [
+        make_policy(name, system, family="prefix_routing") for name in REFERENCES
+    ]
+    for policy in policies:
+        policy.reset_alike([[seed, 1]] * len(policies))
+
+    def decide(obs: Observation, mask: NDArray[np.int8]) -> NDArray[np.int64]:
+        return np.array([policy.act(obs, mask)[row] for row, policy in enumerate(policies)])
+
     return float(attainment(batch, decide).max())
 
 

@@ -2,9 +2,8 @@
 
 A gateway's *setting* is a dict of numbers by the names that its file has, the weight of a scorer by
 the scorer's type. `GATEWAYS` says which numbers each gateway has, their defaults and in which range
-they are searched. A function here reads a `View` of one decision, with arrays (N,), or of a batch,
-with arrays (B, N) and numbers and parameters (B, 1). Costs and scores of replicas that are not in
-``keep`` mean nothing.
+they are searched. Parameters are numbers, or (B, 1) where rows differ. Scores of replicas that are
+not in ``keep`` mean nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from servegym._checks import LARGEST, choose, real
-from servegym.baselines.prefix_routing.policy import BatchView
+from servegym.baselines.prefix_routing.policy import Keep, Numbers, RulePolicy, View, extremes
 from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.baselines.prefix_routing.view import Numbers, Rule, View, least
-from servegym.baselines.protocol import BasePolicy, Observation
 
-Keep = NDArray[np.bool_]
 Setting = dict[str, float]
 
 
@@ -48,15 +43,9 @@ class Knob(NamedTuple):
     positive: bool = False
 
 
-def _extremes(values: Numbers, keep: Keep) -> tuple[Numbers, Numbers]:
-    """Least and largest of the replicas that are kept, (..., 1)."""
-    low = np.where(keep, values, np.inf).min(-1, keepdims=True)
-    return low, np.where(keep, values, -np.inf).max(-1, keepdims=True)
-
-
 def _by_range(values: Numbers, keep: Keep) -> Numbers:
     """(max - x) / (max - min) over the replicas that are kept; 1 for all if these are equal."""
-    low, high = _extremes(values, keep)
+    low, high = extremes(values, keep)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(high > low, (high - values) / (high - low), 1.0)
 
@@ -71,7 +60,7 @@ def queue(view: View, keep: Keep) -> Numbers:
 
 def kv_use(view: View, keep: Keep) -> Numbers:
     """``scorer/kvcacheutilization`` @2342697: the share of the KV memory that is free."""
-    return 1.0 - view.kv
+    return 1.0 - view.kv_usage
 
 
 def prefix(view: View, keep: Keep) -> Numbers:
@@ -89,7 +78,7 @@ def active(view: View, keep: Keep, *, idleThreshold: Any, maxBusyScore: Any) -> 
 
     Up to ``idleThreshold`` requests count as none; others score at most ``maxBusyScore``.
     """
-    most = np.maximum(_extremes(view.in_flight, keep)[1], 1)
+    most = np.maximum(extremes(view.in_flight, keep)[1], 1)
     busy = (most - view.in_flight) / most * maxBusyScore
     return np.where(view.in_flight <= idleThreshold, 1.0, busy)
 
@@ -111,7 +100,7 @@ def token_load(view: View, keep: Keep, *, queueThresholdTokens: Any) -> Numbers:
 
 def session(view: View, keep: Keep) -> Numbers:
     """``scorer/sessionaffinity`` @3a19b9d: 1 for the replica of the session's last request."""
-    return (np.arange(view.up.shape[-1]) == view.last_replica) * 1.0
+    return view.session_replica
 
 
 def card_weight(view: View, keep: Keep, **weights: Any) -> Numbers:
@@ -121,33 +110,9 @@ def card_weight(view: View, keep: Keep, **weights: Any) -> Numbers:
     """
     least_of_all = np.minimum.reduce([np.asarray(w, float) for w in weights.values()])
     most = np.maximum.reduce([np.asarray(w, float) for w in weights.values()])
-    of_cards = [np.asarray(weights.get(card, least_of_all), float) for card in view.cards]
+    cards = view.system.cards
+    of_cards = [np.asarray(weights.get(card, least_of_all), float) for card in cards]
     return np.concatenate([w.reshape(*w.shape[:-1], 1) for w in of_cards], axis=-1) / most
-
-
-def sticky(
-    view: View,
-    keep: Keep,
-    ttft_s: Numbers,
-    *,
-    threshold: Any,
-    max_penalty_s: Any,
-    exploration: Any = 0.0,
-) -> Keep:
-    """The replicas that have the prompt, or all: ``filter/prefixcacheaffinity/plugin.go`` @066c20e.
-
-    All are kept with probability ``exploration``, if none has a share of the prompt of at least
-    ``threshold`` (0: always), and if the best of those that have it is more than ``max_penalty_s``
-    slower to its first token than the best of the others (0: never).
-    """
-    has = keep & (view.match_share() >= threshold)
-    with np.errstate(invalid="ignore"):
-        penalty = _extremes(ttft_s, has)[0] - _extremes(ttft_s, keep & ~has)[0]
-        slow = np.greater(max_penalty_s, 0.0) & (penalty > max_penalty_s)
-    use = has.any(-1, keepdims=True) & ~slow & np.greater(threshold, 0.0)
-    if np.any(np.greater(exploration, 0.0)):
-        use = use & (view.rng.random(use.shape) >= exploration)
-    return np.where(use, has, keep)
 
 
 def affinity(
@@ -159,15 +124,22 @@ def affinity(
     maxTTFTPenaltyMs: Any,
     peakPrefillThroughput: Any,
 ) -> Keep:
-    """`sticky` by tokens in flight / ``peakPrefillThroughput``."""
-    return sticky(
-        view,
-        keep,
-        view.prefill_tokens / peakPrefillThroughput,
-        threshold=affinityThreshold,
-        max_penalty_s=maxTTFTPenaltyMs / 1e3,
-        exploration=explorationProbability,
-    )
+    """The replicas that have the prompt, or all: ``filter/prefixcacheaffinity/plugin.go`` @066c20e.
+
+    All are kept with ``explorationProbability``, if none has a share of the prompt of at least
+    ``affinityThreshold`` (0: always), and if the best of those that have it is more than
+    ``maxTTFTPenaltyMs`` slower to its first token than the best of the others (0: never), by tokens
+    in flight / ``peakPrefillThroughput``.
+    """
+    has = keep & (view.match_share() >= affinityThreshold)
+    ttft_s = view.prefill_tokens / peakPrefillThroughput
+    with np.errstate(invalid="ignore"):
+        penalty_s = extremes(ttft_s, has)[0] - extremes(ttft_s, keep & ~has)[0]
+        slow = np.greater(maxTTFTPenaltyMs, 0.0) & (penalty_s > maxTTFTPenaltyMs / 1e3)
+    use = has.any(-1, keepdims=True) & ~slow & np.greater(affinityThreshold, 0.0)
+    if np.any(np.greater(explorationProbability, 0.0)):
+        use = use & (view.random(1) >= explorationProbability)
+    return np.where(use, has, keep)
 
 
 class Plugin(NamedTuple):
@@ -256,10 +228,10 @@ def sglang(view: View, keep: Keep, setting: Mapping[str, Any]) -> tuple[Numbers,
     radix tree of characters evicts by characters; here all rules share the environment's index.
     Load over a worker's weight is proposed (#28933, open since June 2026).
     """
-    low, high = _extremes(view.in_flight, keep)
+    low, high = extremes(view.in_flight, keep)
     spread, ratio = setting["balance-abs-threshold"], setting["balance-rel-threshold"]
     balanced = ~((high - low > spread) & (high > ratio * low))
-    best = _extremes(view.match_tokens, keep)[1]
+    best = extremes(view.match_tokens, keep)[1]
     match = balanced & (best > setting["cache-threshold"] * view.prompt_tokens)
     return np.where(match, -view.match_tokens, view.in_flight), keep
 
@@ -270,20 +242,29 @@ def dynamo(view: View, keep: Keep, setting: Mapping[str, Any]) -> tuple[Numbers,
     ``prefill_load_scale`` x max((prefill tokens in flight + L) / block - credit x matched blocks,
     0) + decode blocks + ``decode_active_request_weight`` x requests in flight, where the credit is
     ``overlap_score_credit`` / (1 + ``overlap_score_credit_decay`` x blocks of prefill above the
-    least / blocks of the prompt).
+    least / blocks of the prompt). Above a ``router_temperature`` of 0 the replica is drawn.
 
     Project ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector/default.rs`` @07a6c9c. Host
     and disk caches are left out, and so are blocks of this request that others have in flight.
     """
-    block, credit = view.block_size, setting["overlap_score_credit"]
+    block, credit = view.system.block_size, setting["overlap_score_credit"]
     if np.any(setting["overlap_score_credit_decay"]):
-        above = np.maximum(view.prefill_tokens - _extremes(view.prefill_tokens, keep)[0], 0)
+        above = np.maximum(view.prefill_tokens - extremes(view.prefill_tokens, keep)[0], 0)
         behind = above / (block * np.ceil(view.prompt_tokens / block))
         credit = credit / (1.0 + setting["overlap_score_credit_decay"] * behind)
     tokens = view.prefill_tokens + view.prompt_tokens - credit * view.match_tokens
     prefill = np.maximum(tokens / block, 0.0)
     requests = setting["decode_active_request_weight"] * view.in_flight
-    return setting["prefill_load_scale"] * prefill + view.decode_blocks + requests, keep
+    cost = setting["prefill_load_scale"] * prefill + view.decode_blocks + requests
+    heat = setting["router_temperature"]
+    if not np.any(heat):
+        return cost, keep
+    # The least of costs with Gumbel noise is a draw by the softmax of -cost / (their range x heat).
+    low, high = extremes(cost, keep)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        share = np.where(high > low, (cost - low) / (high - low) / heat, 0.0)
+    noise = np.log(-np.log(view.random(keep.shape[1])))
+    return np.where(np.greater(heat, 0.0), share + noise, cost), keep
 
 
 AIBRIX = "AIBRIX_PREFIX_CACHE_"
@@ -303,13 +284,12 @@ def aibrix(view: View, keep: Keep, setting: Mapping[str, Any]) -> tuple[Numbers,
     deviations); later ones blend this rule with ``load-balance``.
     """
     load, count = view.in_flight, keep.sum(-1, keepdims=True)
-    low, high = _extremes(load, keep)
+    low, high = extremes(load, keep)
     mean = np.where(keep, load, 0).sum(-1, keepdims=True) / count
     square = np.where(keep, (load - mean) ** 2, 0.0).sum(-1, keepdims=True)
     deviation = np.sqrt(square / np.maximum(count - 1, 1))
-    entry = view.index_block or view.block_size
-    entries = view.match_tokens // entry
-    percent = 100 * entries // np.maximum(view.prompt_tokens // entry, 1)
+    entries, of_prompt = view.matched_entries()
+    percent = 100 * entries // of_prompt
     gate = (high > setting[f"{AIBRIX}LOAD_IMBALANCE_FACTOR"] * (mean + 1.0)) & (
         high - low >= setting[f"{AIBRIX}LOAD_IMBALANCE_MIN_GAP"]
     )
@@ -428,19 +408,10 @@ def absent(name: str) -> float:
     return next(g.knobs[name].default for g in GATEWAYS.values() if name in g.knobs)
 
 
-def _drawn(cost: Numbers, kept: NDArray[np.intp], heat: float, rng: np.random.Generator) -> int:
-    """A replica by the softmax of -cost / (range of the costs x heat), uniform if all are equal."""
-    costs = cost[kept]
-    spread = costs.max() - costs.min()
-    share = (costs.min() - costs) / spread if spread else np.zeros(len(costs))
-    weight = np.exp(share / heat)
-    return int(rng.choice(kept, p=weight / weight.sum()))
-
-
-def _for_cards(setting: Setting, system: PrefixSystem | None) -> Setting:
+def _for_cards(setting: Setting, system: PrefixSystem) -> Setting:
     """The setting with the least weight of any card for those that have none, if it has any."""
     given = [name for name in setting if name.startswith(f"{CARDS}.")]
-    if system is None or not given:
+    if not given:
         return setting
     known = dict.fromkeys(f"{CARDS}.{card}" for card in system.cards)
     for name in given:
@@ -450,37 +421,8 @@ def _for_cards(setting: Setting, system: PrefixSystem | None) -> Setting:
     return dict.fromkeys(known, min(setting[name] for name in given)) | setting
 
 
-class _ByRow:
-    """Chance of a batch, a source for each row."""
-
-    def __init__(self, chances: Sequence[np.random.Generator]) -> None:
-        self._chances = chances
-
-    def random(self, shape: tuple[int, ...]) -> Numbers:
-        """Uniform numbers (B, 1)."""
-        return np.array([chance.random() for chance in self._chances[: shape[0]]]).reshape(shape)
-
-
-class GatewayRule(Rule):
-    """A gateway's rule with a setting, for one decision at a time; see `Gateway.check`."""
-
-    def __init__(self, gateway: str, setting: Mapping[str, Any]) -> None:
-        self.gateway = GATEWAYS[choose("gateway", gateway, GATEWAYS)]
-        self.name, self.setting = gateway, self.gateway.check(setting)
-
-    def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
-        """See `Rule.choose_of`."""
-        keep = np.zeros(len(view.up), np.bool_)
-        keep[replicas] = True
-        cost, keep = self.gateway.decide(view, keep, self.setting)
-        kept, heat = np.flatnonzero(keep), self.setting.get("router_temperature", 0.0)
-        if heat > 0.0:
-            return _drawn(cost, kept, heat, view.rng)
-        return least(cost, kept, view.rng if self.gateway.chance else None)
-
-
-class GatewayPolicy(BasePolicy):
-    """A gateway's rule as a policy that decides all rows at once, as `GatewayRule` would.
+class GatewayPolicy(RulePolicy):
+    """A gateway's rule with a setting.
 
     Args:
         system: The system.
@@ -489,8 +431,6 @@ class GatewayPolicy(BasePolicy):
         name: The policy's name.
         repeat: How often the settings follow one another in the rows.
     """
-
-    env_view = "graph"
 
     def __init__(
         self,
@@ -501,41 +441,12 @@ class GatewayPolicy(BasePolicy):
         repeat: int = 1,
     ) -> None:
         self.gateway = GATEWAYS[choose("gateway", gateway, GATEWAYS)]
-        self.system, self.name = system, name or gateway
+        super().__init__(system, name or gateway, self._decide, self.gateway.chance)
         checked = [_for_cards(self.gateway.check(setting), system) for setting in settings]
-        names = dict.fromkeys(name for setting in checked for name in setting)
         self.setting: dict[str, Any] = {}
-        for key in names:
+        for key in dict.fromkeys(name for setting in checked for name in setting):
             values = [setting.get(key, absent(key)) for setting in checked]
             self.setting[key] = np.tile(values, repeat)[:, None] if len(checked) > 1 else values[0]
-        self._chances: list[np.random.Generator] = []
 
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        self._size(num_envs, seed)
-        self._chances = self.rng.spawn(num_envs)
-
-    def reset_alike(self, seeds: Sequence[int]) -> None:
-        """`reset` with a seed for each row: rows of one seed have the same chance."""
-        self.reset(len(seeds), 0)
-        self._chances = [np.random.default_rng(seed) for seed in seeds]
-
-    def act(self, observation: Observation, action_mask: Any) -> NDArray[np.int64]:
-        """See `Policy.act`; replica 0, which rejects it, gets a request that nobody can take."""
-        chance: Any = _ByRow(self._chances)
-        view: Any = BatchView(observation, action_mask, self.system, chance)
-        able = view.up.any(-1)  # other rows are decided as if all were up, and count for nothing
-        cost, keep = self.gateway.decide(view, view.up | ~able[:, None], self.setting)
-        cost = np.where(keep, cost, np.inf)
-        tied = keep & (cost == cost.min(-1, keepdims=True))
-        chosen = tied.argmax(-1)
-        heat = np.broadcast_to(self.setting.get("router_temperature", 0.0), (len(cost), 1))[:, 0]
-        if self.gateway.chance:
-            for row in np.flatnonzero(able & ((tied.sum(-1) > 1) | (heat > 0.0))):
-                chance, among = self._chances[row], np.flatnonzero(tied[row])
-                if heat[row] > 0.0:
-                    chosen[row] = _drawn(cost[row], np.flatnonzero(keep[row]), heat[row], chance)
-                else:
-                    chosen[row] = among[chance.integers(len(among))]
-        nowhere = self.system.num_replicas if self.system.admission else 0
-        return np.where(able, chosen, nowhere)
+    def _decide(self, view: View, keep: Keep) -> tuple[Numbers, Keep]:
+        return self.gateway.decide(view, keep, self.setting)

@@ -3,9 +3,7 @@
 Eight pods of Qwen3-32B on two H100 each, 307,328 tokens of KV cache a pod, 750 prompts of 150
 groups over and over, stages of 3 to 60 requests/s. The report's four ways to choose a pod play in
 the environment, with its weights: ``precise`` and ``estimated`` weigh prefix, KV use and queue
-3:2:2 and 1:1:1, ``load`` looks at the latter two, and ``random`` at none. ``estimated, capped``
-looks at the first 4,096 tokens of a prompt (`Capped`). ``pinned`` is none of the report's
-ways: every group has a pod of its own::
+3:2:2 and 1:1:1, ``load`` looks at the latter two, and ``random`` at none::
 
     python -m servegym.experiments.papers.prefix.llm_d
 
@@ -16,31 +14,23 @@ fitted to the report, which does not state the token budget: 8,192, vLLM's defau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from servegym._command_line import run_main
-from servegym.baselines.prefix_routing import Rule, View
-from servegym.baselines.prefix_routing.plugins import GatewayRule
-from servegym.baselines.prefix_routing.policy import RulePolicy
-from servegym.baselines.prefix_routing.simple import Random
+from servegym.baselines.prefix_routing.plugins import GatewayPolicy
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.families import family_named
-from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
-from servegym.envs.prefix_routing.workloads import LLM_D_STAGES, Tenants
+from servegym.envs.prefix_routing.workloads import LLM_D_STAGES
 from servegym.experiments.evaluation.play import play
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.papers.prefix.claims import CLAIMS
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
-from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.load import data_path
 
 PODS = 8
 KV_TOKENS = 307_328
@@ -75,43 +65,14 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
         + (4773.8, 4844.6, 4969.5, 4783.2, 4845.1, 4921.7, 4764.2, 4835.2),
     ),
 }
-CAP_TOKENS = 4096
-
-
-def weighted(queue: float, kv: float, prefix: float) -> GatewayRule:
-    """llm-d's rule with these weights."""
-    weights = {"queue-scorer": queue, "kv-cache-utilization-scorer": kv}
-    return GatewayRule("llm-d", weights | {"prefix-cache-scorer": prefix})
-
-
-class Capped(GatewayRule):
-    """llm-d's rule with the part of a prompt that the report's ``estimated`` may have looked at.
-
-    Its 256 blocks of 64 are characters in the inference extension's v1.0, about `CAP_TOKENS`
-    tokens, which is less than a group's prefix: the users of a group look alike to it.
-    """
-
-    def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
-        """See `GatewayRule.choose_of`."""
-        capped = replace(
-            view,
-            prompt_tokens=min(view.prompt_tokens, CAP_TOKENS),
-            match_tokens=np.minimum(view.match_tokens, CAP_TOKENS),
-        )
-        return super().choose_of(capped, replicas)
-
-
-RULES: dict[str, tuple[Callable[[], Rule], str]] = {
-    "precise": (lambda: weighted(2.0, 2.0, 3.0), "precise"),
-    "estimated": (lambda: weighted(1.0, 1.0, 1.0), "approximate"),
-    "estimated, capped": (
-        lambda: Capped("llm-d", weighted(1.0, 1.0, 1.0).setting),
-        "approximate",
-    ),
-    "load": (lambda: weighted(1.0, 1.0, 0.0), "none"),
-    "random": (Random, "none"),
+WAYS: dict[str, tuple[tuple[float, float, float], str]] = {
+    "precise": ((2.0, 2.0, 3.0), "precise"),
+    "estimated": ((1.0, 1.0, 1.0), "approximate"),
+    "load": ((1.0, 1.0, 0.0), "none"),
+    "random": ((0.0, 0.0, 0.0), "none"),
 }
-"""Way of routing -> its rule and the gateway's index."""
+"""Way of routing -> its weights of `SCORERS`, and the gateway's index."""
+SCORERS = ("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer")
 # The stage after the last one takes the requests that the draw has left.
 STAGES = (*(x for stage in LLM_D_STAGES for x in (stage, (0.0, PAUSE_S))), (0.5, 1.0))
 
@@ -120,23 +81,6 @@ def _count() -> int:
     """Requests of an episode; the stage after the last one takes those that are left."""
     expected = sum(rate * seconds for rate, seconds in LLM_D_STAGES)
     return int(expected + 6 * expected**0.5)
-
-
-def _pinned(card: Profile, seed: int) -> np.ndarray:
-    """The stages where every group has a pod of its own, which needs no state of the system."""
-    requests = Tenants(stages=STAGES).draw(
-        np.random.default_rng(seed), _count(), 1.0, BLOCK, "trace"
-    )
-    played = replay_prefix(
-        card,
-        requests,
-        requests.tenant % PODS,
-        num_replicas=PODS,
-        max_num_batched_tokens=8192,
-        kv_tokens=KV_TOKENS,
-        async_scheduling=False,
-    )
-    return _stages(played, requests.prompt_tokens, requests.output_tokens)
 
 
 def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
@@ -159,8 +103,8 @@ def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> np.nd
 
 
 def _route(way: str, seeds: int) -> list[np.ndarray]:
-    """As `_pinned` for several seeds, with a rule in the environment."""
-    make, index = RULES[way]
+    """What became of the stages (K, 4) of each seed."""
+    weights, index = WAYS[way]
     envs = PrefixRoutingVectorEnv(
         num_envs=seeds,
         autoreset_mode="Disabled",
@@ -178,7 +122,8 @@ def _route(way: str, seeds: int) -> list[np.ndarray]:
         kv_tokens=KV_TOKENS,
         index=index,
     )
-    policy = RulePolicy(PrefixSystem.from_env(envs), make, way)
+    setting = dict(zip(SCORERS, weights, strict=True))
+    policy = GatewayPolicy(PrefixSystem.from_env(envs), "llm-d", setting)
     for _ in play(envs, resolve(policy, envs.problem, family_named("prefix_routing")), seed=0):
         pass
     logs = [envs.request_log(row) for row in range(seeds)]
@@ -189,13 +134,9 @@ def _route(way: str, seeds: int) -> list[np.ndarray]:
 def _ways(options: Options, at: Mapping[str, Any], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """TTFT and throughput of each stage beside the report's."""
     seeds = options.episodes
-    card = load(data_path("registered") / "h100-qwen3-32b-tp2.json")
     for way in ways:
-        if way in RULES:
-            runs = np.array(_route(way, seeds))
-        else:
-            runs = np.array([_pinned(card, seed) for seed in range(seeds)])
-        ttfts, speeds = PUBLISHED.get(way.removesuffix(", capped"), ([""] * len(RATES),) * 2)
+        runs = np.array(_route(way, seeds))
+        ttfts, speeds = PUBLISHED[way]
         for k, (rate, _) in enumerate(LLM_D_STAGES[1:], 1):  # after the warm-up
             _, mean, speed, hit = runs[:, k].mean(axis=0)
             interval = [float(f"{value:.4g}") for value in student_interval(runs[:, k, 0])]
@@ -217,7 +158,7 @@ STUDIES = (
         "llm_d",
         "llm_d",
         _ways,
-        policies=(*RULES, "pinned"),
+        policies=tuple(WAYS),
         notes=found_for(CLAIMS, "llm_d"),
         facts=lambda options: {
             "profile": "h100, qwen3-32b, tp=2",

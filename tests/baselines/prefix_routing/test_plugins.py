@@ -1,24 +1,20 @@
-"""Rules of gateways against loops over plain numbers, one at a time and for rows with settings."""
+"""Rules of gateways against loops over plain numbers, for rows with settings."""
 
 import math
 
-import gymnasium
 import numpy as np
 import pytest
 
-from servegym.baselines.prefix_routing import SETTINGS, RulePolicy
 from servegym.baselines.prefix_routing.plugins import (
     AIBRIX,
     CARDS,
     FILTER,
     GATEWAYS,
-    GUIDE,
     GatewayPolicy,
-    GatewayRule,
 )
-from servegym.baselines.prefix_routing.policy import view_of
-from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.envs.prefix_routing.kernel.observation import OF_REPLICA, OF_REQUEST
+from servegym.baselines.prefix_routing.policy import View
+
+from .states import observation_of, system_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -27,15 +23,13 @@ FLEET = ("h100", "l40s", "h100", "a100", "l40s")
 
 
 def system(admission=False):
-    rates = np.ones(N)
-    memory = np.full(N, 100_000)
-    return PrefixSystem(N, admission, BLOCK, ENTRY, rates, rates, memory, 32, FLEET)
+    return system_of(N, cards=FLEET, block=BLOCK, entry=ENTRY, admission=admission)
 
 
 # What the gateways do, with a dict `v` of a request and of lists by replica.
 
 
-def least_of(costs, everywhere=None):
+def least_of(costs):
     """Costs by replica and those of the least."""
     least = min(costs.values())
     return costs, [n for n, cost in costs.items() if cost <= least + 1e-9]
@@ -79,7 +73,7 @@ def score(kind, v, n, left, setting):
         high, low = max(x[k] for k in left), min(x[k] for k in left)
         return 1.0 if high == low else (high - x[n]) / (high - low)
     if kind == "kv-cache-utilization-scorer":
-        return 1 - v["kv"][n]
+        return 1 - v["kv_usage"][n]
     if kind == "prefix-cache-scorer":
         return share(v, n)
     if kind == "active-request-scorer":
@@ -95,7 +89,7 @@ def score(kind, v, n, left, setting):
         tokens = v["prefill_tokens"][n] + v["prompt_tokens"] - v["match_tokens"][n]
         return 1.0 if tokens <= 0 else 1 - min(tokens, limit) / limit
     if kind == "session-affinity-scorer":
-        return 1.0 if v["last_replica"] == n else 0.0
+        return v["session_replica"][n]
     weights = {
         name.split(".", 1)[1]: w
         for name, w in setting.items()
@@ -226,21 +220,16 @@ def drawn_states(rows, rng):
         "match_tokens": (prompt // ENTRY)[:, None] * rng.integers(0, 5, (rows, N)) // 4 * ENTRY,
         "session_replica": np.eye(N + 1, N)[rng.integers(0, N + 1, rows)],
     }
-    replicas = np.zeros((rows, N, len(OF_REPLICA)), np.float32)
-    for name, values in draws.items():
-        replicas[:, :, OF_REPLICA[name]] = values
-    request = np.zeros((rows, len(OF_REQUEST)), np.float32)
-    request[:, OF_REQUEST["prompt_tokens"]] = prompt
-    seen = {"replicas": replicas, "request": request}
-    seen |= {"ids": np.zeros((rows, 2), np.int64), "time_s": np.zeros((rows, 1))}
+    seen = observation_of(N, prompt, rows, **draws)
     return seen, (rng.random((rows, N)) < rng.choice([0.2, 0.7, 1], rows)[:, None]).astype(np.int8)
 
 
-def numbers_of(view):
-    """The view's fields as plain numbers and lists."""
-    names = "waiting running in_flight prefill_tokens decode_blocks match_tokens kv".split()
-    lists = {name: getattr(view, name).tolist() for name in names}
-    return lists | {"prompt_tokens": view.prompt_tokens, "last_replica": view.last_replica}
+def numbers_of(seen, row):
+    """What the references read of a row, as plain numbers and lists."""
+    view = View({name: part[row : row + 1] for name, part in seen.items()}, system())
+    names = "waiting running in_flight prefill_tokens decode_blocks match_tokens kv_usage".split()
+    lists = {name: getattr(view, name)[0].tolist() for name in (*names, "session_replica")}
+    return lists | {"prompt_tokens": view.prompt_tokens.item()}
 
 
 @pytest.mark.parametrize("admission", [False, True])
@@ -257,20 +246,22 @@ def test_rules_do_what_the_gateways_do(gateway, admission):
         for again in range(6):
             policy.reset(rows, again)
             found.append(policy.act(seen, mask))
+        able = mask.any(-1)[:, None]
+        view = View(seen, fleet, policy.rng.spawn(rows))
+        mine, keep = policy.decide(view, (mask > 0) | ~able)
         for row, setting in enumerate(settings):
-            view = view_of(seen, row, mask[row], fleet, rng)
             ups, chosen = np.flatnonzero(mask[row]).tolist(), {int(act[row]) for act in found}
             if not ups:
                 assert chosen == {nowhere}
                 downs += 1
                 continue
-            costs, best = REFERENCES[gateway](numbers_of(view), ups, setting)
-            rule = GatewayRule(gateway, setting)
-            mine, keep = GATEWAYS[gateway].decide(view, view.up, rule.setting)
+            costs, best = REFERENCES[gateway](numbers_of(seen, row), ups, setting)
             if costs is not None:
-                assert np.flatnonzero(keep).tolist() == list(costs)
-                np.testing.assert_allclose(mine[keep], list(costs.values()), rtol=0, atol=1e-9)
-            assert chosen <= set(best) and rule.choose(view) in best
+                assert np.flatnonzero(keep[row]).tolist() == list(costs)
+                np.testing.assert_allclose(
+                    mine[row, keep[row]], list(costs.values()), rtol=0, atol=1e-9
+                )
+            assert chosen <= set(best)
             ties += len(best) > 1
             drawn += len(chosen) > 1
     assert downs > 2
@@ -284,8 +275,7 @@ def test_dynamos_temperature_draws_by_the_softmax_of_the_costs():
     setting = {"router_temperature": 0.5}
     policy = GatewayPolicy(system(), "dynamo", setting)
     policy.reset(6000, 0)
-    view = view_of(seen, 0, mask[0], system(), np.random.default_rng(0))
-    costs, _ = dynamo(numbers_of(view), list(range(N)), setting)
+    costs, _ = dynamo(numbers_of(seen, 0), list(range(N)), setting)
     spread = max(costs.values()) - min(costs.values())
     weights = np.exp([-cost / (spread * 0.5) for cost in costs.values()])
     counts = np.bincount(policy.act(seen, mask), minlength=N)
@@ -293,44 +283,6 @@ def test_dynamos_temperature_draws_by_the_softmax_of_the_costs():
     policy = GatewayPolicy(system(), "dynamo", {"router_temperature": 1e-300})
     policy.reset(6000, 0)
     assert set(policy.act(seen, mask)) == {min(costs, key=costs.get)}
-
-
-SMALL = {
-    "workload_kwargs": {"groups": 4, "users": 3, "prefix_tokens": 600, "output_tokens": 50},
-    "profiles": [{"card": card, "model": "llama-3.1-8b"} for card in ("h100", "l40s", "l40s")],
-    "kv_tokens": 20_000,
-    "rate": 40.0,
-    "episode_requests": 60,
-    "warmup_requests": 20,
-    "index_kwargs": {"entry_tokens": 64},
-    "failures": {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.2},
-}
-CARD_NAMES = {
-    f"{CARDS}.{card}": w for card, w in (("h100-llama-3.1-8b", 1.0), ("l40s-llama-3.1-8b", 0.3))
-}
-PLAYED = {
-    **SETTINGS,
-    "exploring": ("llm-d", GUIDE | {f"{FILTER}.explorationProbability": 0.4}),
-    "cards": ("llm-d", {CARDS: 1.0, "active-request-scorer": 2.0, **CARD_NAMES}),
-    "session": ("llm-d", {"session-affinity-scorer": 1.0, "load-aware-scorer": 2.0}),
-    "warm": ("dynamo", {"router_temperature": 0.3}),
-    "decaying": ("dynamo", {"overlap_score_credit_decay": 1.5}),
-}
-
-
-def test_the_policy_and_the_rule_choose_the_same_in_an_environment():
-    envs = gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=3, **SMALL)
-    fleet = PrefixSystem.from_env(envs)
-    for seed, (name, (gateway, setting)) in enumerate(PLAYED.items()):
-        policy = GatewayPolicy(fleet, gateway, setting, name=name)
-        rules = RulePolicy(fleet, lambda g=gateway, s=setting: GatewayRule(g, s), name)
-        observation, info = envs.reset(seed=seed)
-        policy.reset(3, seed)
-        rules.reset(3, seed)
-        for _ in range(SMALL["episode_requests"]):
-            action = policy.act(observation, info["action_mask"])
-            assert (action == rules.act(observation, info["action_mask"])).all(), name
-            observation, *_, info = envs.step(action)
 
 
 @pytest.mark.parametrize(
@@ -348,14 +300,12 @@ def test_the_policy_and_the_rule_choose_the_same_in_an_environment():
     ],
 )
 def test_a_setting_out_of_range_or_unknown_is_refused_by_name(gateway, name, value):
-    for make in (GatewayRule, lambda *given: GatewayPolicy(system(), *given)):
-        with pytest.raises(ValueError, match=name):
-            make(gateway, {name: value})
+    with pytest.raises(ValueError, match=name):
+        GatewayPolicy(system(), gateway, {name: value})
 
 
 def test_unknown_cards_and_gateways_are_refused():
     with pytest.raises(ValueError, match="b200.*h100, l40s, a100"):
         GatewayPolicy(system(), "llm-d", {CARDS: 1.0, f"{CARDS}.b200": 2.0})
-    for make in (GatewayRule, lambda *given: GatewayPolicy(system(), *given)):
-        with pytest.raises(ValueError, match="llmd.*'llm-d'"):
-            make("llmd", {})
+    with pytest.raises(ValueError, match="llmd.*'llm-d'"):
+        GatewayPolicy(system(), "llmd", {})

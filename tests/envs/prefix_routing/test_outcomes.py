@@ -4,31 +4,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from servegym.baselines.prefix_routing.policy import RulePolicy
-from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.baselines.prefix_routing.view import Rule, least
 from servegym.envs._outcomes import OutcomeReader
 from servegym.envs.prefix_routing.core import OUTCOMES
-from servegym.experiments.evaluation.evaluate import evaluate
 
 ARGUMENTS = {"num_replicas": 2, "episode_requests": 60, "warmup_requests": 10, "rate": 4.0}
-
-
-class Learner(Rule):
-    """Least load; keeps what it was told."""
-
-    name = "learner"
-    learns = True
-    told: list = []
-
-    def reset(self):
-        Learner.told = []
-
-    def outcome(self, decision, ttft_s, tpot_s):
-        Learner.told.append((decision, ttft_s, tpot_s))
-
-    def choose_of(self, view, replicas):
-        return least(view.in_flight, replicas)
 
 
 @pytest.mark.parametrize(("reward", "admission"), [("slo", True), ("ttft", False), ("score", True)])
@@ -65,13 +44,3 @@ def test_every_request_is_told_once_and_when_it_has_ended(reward, admission):
         np.testing.assert_allclose(own["ttft_s"], log["first_token_s"] - log["arrival_s"])
         pace = (log["finish_s"] - log["first_token_s"]) / (log["output_tokens"] - 1)
         np.testing.assert_allclose(own["tpot_s"], pace)
-
-
-def test_a_rule_that_learns_is_told_in_an_evaluation():
-    env = gymnasium.make("servegym/PrefixRouting-v1", **ARGUMENTS).unwrapped
-    policy = RulePolicy(PrefixSystem.from_problem(env.problem), Learner, "learner")
-    assert policy.needs_outcomes
-    rows = evaluate("servegym/PrefixRouting-v1", [policy], episodes=1, env_kwargs=ARGUMENTS)
-    decisions = [decision for decision, _, _ in Learner.told]
-    assert sorted(decisions) == list(range(60)) and decisions != sorted(decisions)
-    assert np.mean([ttft for _, ttft, _ in Learner.told]) == rows[0]["mean_ttft_s"]

@@ -19,9 +19,8 @@ def small(monkeypatch):
 def test_four_ways_are_compared_with_the_report(small, tmp_path):
     assert llm_d.main(["--episodes", "2", "--out", str(tmp_path), "--figure", "llm_d"]) == 0
     rows = {(r["routing"], r["rate"]): r for r in read_rows(tmp_path / "llm_d.csv")}
-    assert set(rows) == {(way, rate) for way in (*llm_d.RULES, "pinned") for rate in (3.0, 60.0)}
+    assert set(rows) == {(way, rate) for way in llm_d.WAYS for rate in (3.0, 60.0)}
     precise, blind = rows["precise", 60.0], rows["random", 60.0]
     assert precise["hit_percent"] > blind["hit_percent"]
     assert precise["ttft_p90_s"] < blind["ttft_p90_s"]
     assert blind["report_ttft_p90_s"] == 105.988
-    assert rows["pinned", 60.0]["report_ttft_p90_s"] == ""
