@@ -11,12 +11,12 @@ from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Options, Range
 from servegym.envs.prefix_routing.gateway import INDEXES
 from servegym.envs.prefix_routing.kernel import steps
+from servegym.envs.prefix_routing.kernel.gateway import MAX_REPLICAS
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.tables import EngineArguments
 from servegym.envs.prefix_routing.workloads import DISPATCHES, SPLITS, WORKLOADS
 
 REWARDS = {"slo": steps.SLO, "ttft": steps.TTFT, "score": steps.SCORE, "dense": steps.DENSE}
-MAX_REPLICAS = 62
 MAX_REQUESTS = 1 << 20
 
 

@@ -101,13 +101,8 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
 
     An entry is named by its last block, whose id names all before it; an entry that the prompt does
     not fill counts for nothing, nor do entries beyond `MATCH_TOKENS`.
-
-    Raises:
-        ValueError: If the requests have another block size than the gateway.
     """
     size = int(config["block_size"])
-    if requests.block_size != size:
-        raise ValueError(f"block_size={size} must be that of the requests, {requests.block_size}.")
     entry = int(config["entry_tokens"])
     entries = np.minimum(requests.prompt_tokens, MATCH_TOKENS) // entry
     # All requests at once: their entries stand one after another.
@@ -164,12 +159,8 @@ def sizes(episode: Prompts) -> dict[str, int]:
 
 
 def blank(config: np.void, num_rows: int, num_replicas: int, num_requests: int) -> gateway.Gateway:
-    """Arrays of gateways; those in `GROWING` have no room yet for what goes with an episode.
-
-    Raises:
-        ValueError: If there are more replicas than `MAX_REPLICAS`.
-    """
-    rows, replicas = num_rows, whole("num_replicas", num_replicas, 1, gateway.MAX_REPLICAS)
+    """Arrays of gateways; those in `GROWING` have no room yet for what goes with an episode."""
+    rows, replicas = num_rows, num_replicas
     shared = np.zeros(1, gateway.CONFIG)
     shared[0] = config
     return gateway.Gateway(

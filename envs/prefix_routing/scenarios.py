@@ -1,20 +1,7 @@
 """Named settings of a prefix-routing environment, as its arguments: ``scenario=NAME``.
 
-- ``llm-d-8``: llm-d's benchmark with eight pods (inference-perf's report in
-  llm-d-kv-cache-manager): Qwen3-32B on two H100 each, 307,328 KV tokens a pod, 150 groups of five
-  users with a common prefix of 6,000 tokens and a question of 1,200, outputs of 1,000 tokens.
-- ``chat``: conversations with the lengths, turns and gaps of Mooncake's.
-- ``agents``: recorded sessions of a coding agent.
-- ``mooncake``: Mooncake's recorded hour, superposed.
-- ``hot-tenant``: one of 100 tenants sends ten times what each other sends.
-- ``drift``: the tenants' popularity is drawn anew every minute.
-- ``mixed-cards``: four H100, two A100 and two L40S.
-- ``gie-709``: the simulation that issue 709 of the Gateway API inference extension asks for: six
-  H100 with Llama-3.1-8B and ShareGPT's lengths, no shared prefixes, up to a full KV memory. The
-  memory is of 40,000 tokens: all of an H100's is filled to 14 % by 256 sequences of such lengths.
-
-Rates are ours: about where the best published rule begins to miss the objectives. The warm-up is
-long where prefixes come again late.
+`docs/prefix-routing.md` says what they are. Rates are ours: about where the best published rule
+begins to miss the objectives. The warm-up is long where prefixes come again late.
 """
 
 from __future__ import annotations
@@ -36,6 +23,7 @@ _TENANTS: dict[str, Any] = {
 }
 
 SCENARIOS: dict[str, dict[str, Any]] = {
+    # llm-d's benchmark with eight pods (inference-perf's report in llm-d-kv-cache-manager).
     "llm-d-8": {
         "workload": "tenants",
         "profiles": {"card": "h100", "model": "qwen3-32b", "tp": 2},
@@ -59,6 +47,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "workload_kwargs": {**_TENANTS, "skew": 1.0, "drift_s": 60.0},
         "rate": 58.0,
     },
+    # The simulation that issue 709 of the Gateway API inference extension asks for, up to a full KV
+    # memory: all of an H100's is filled to 14 % by 256 sequences of ShareGPT's lengths.
     "gie-709": {
         "workload": "tenants",
         "workload_kwargs": {

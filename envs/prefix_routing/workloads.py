@@ -1,16 +1,5 @@
 """Workloads of requests that share prefixes: recorded, fitted and made.
 
-============ =====================================================================================
-name         content
-============ =====================================================================================
-``mooncake`` Mooncake's traces, whole. More load is more copies of the trace, each shifted in time
-             and with content of its own; less load is fewer of its sessions. Time is never
-             compressed, so that the time between the uses of a prefix stays as recorded.
-``agents``   710 recorded sessions of a coding agent, which start by a Poisson process.
-``sessions`` Conversations drawn from laws fitted to Mooncake's, which start by a Poisson process.
-``tenants``  Groups of users with a long common prefix each, the shape of llm-d's benchmark.
-============ =====================================================================================
-
 An episode is the first requests of the stationary process seen from a random moment on: sessions
 that began before it are under way, with a context that no replica has cached. An episode of n
 requests at rate r lasts n / r seconds; a prefix that is used again later than that is lost to it.
@@ -37,7 +26,6 @@ from servegym.envs.workloads.traces import MAX_TOKENS
 
 DISPATCHES = ("think", "trace")
 """When a session's next request comes: some time after the last one ended, or when recorded."""
-MAX_REQUESTS = 1 << 22
 MIN_RATE = 1e-3
 SPLITS = {"train": (0.0, 0.6), "val": (0.6, 0.8), "eval": (0.8, 1.0), "all": (0.0, 1.0)}
 """Parts of a recording: its sessions by a hash of their number, which is in [0, 1)."""
@@ -178,18 +166,11 @@ class PrefixWorkload:
             block_size: Tokens of a block.
             dispatch: ``"think"``: a session's next request comes some time after the last one
                 ended; ``"trace"``: all come at their times, whatever became of others.
-
-        Raises:
-            ValueError: An argument out of range; names it.
         """
-        whole("num_requests", num_requests, 1, MAX_REQUESTS)
-        whole("block_size", block_size, 1, MAX_TOKENS)
-        choose("dispatch", dispatch, DISPATCHES)
-        real("rate", rate, MIN_RATE, self.MAX_RATE)
         return self._draw(rng, rate, Episode(num_requests, block_size, dispatch))
 
     def _draw(self, rng: np.random.Generator, rate: float, episode: Episode) -> PrefixRequests:
-        """`draw` with checked arguments."""
+        """See `draw`."""
         raise NotImplementedError
 
 

@@ -77,12 +77,6 @@ SCORERS = ("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer")
 STAGES = (*(x for stage in LLM_D_STAGES for x in (stage, (0.0, PAUSE_S))), (0.5, 1.0))
 
 
-def _count() -> int:
-    """Requests of an episode; the stage after the last one takes those that are left."""
-    expected = sum(rate * seconds for rate, seconds in LLM_D_STAGES)
-    return int(expected + 6 * expected**0.5)
-
-
 def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
     """What became of the requests (J,) of each stage, if it has drained before the next one.
 
@@ -105,6 +99,7 @@ def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> np.nd
 def _route(way: str, seeds: int) -> list[np.ndarray]:
     """What became of the stages (K, 4) of each seed."""
     weights, index = WAYS[way]
+    expected = sum(rate * seconds for rate, seconds in LLM_D_STAGES)
     envs = PrefixRoutingVectorEnv(
         num_envs=seeds,
         autoreset_mode="Disabled",
@@ -112,7 +107,7 @@ def _route(way: str, seeds: int) -> list[np.ndarray]:
         workload_kwargs={"stages": STAGES},
         dispatch="trace",
         rate=1.0,
-        episode_requests=_count(),
+        episode_requests=int(expected + 6 * expected**0.5),
         warmup_requests=0,
         profiles={"card": "h100", "model": "qwen3-32b", "tp": 2},
         num_replicas=PODS,

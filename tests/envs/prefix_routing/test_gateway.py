@@ -1,7 +1,6 @@
 """The gateway's kernel against plain Python objects, and against examples worked by hand."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -262,11 +261,3 @@ def test_events_of_a_lost_cache_and_of_an_overrun_ring_do_not_count():
     g = loaded()
     assert script.run(g, CHAINS, 2)[0][..., MATCH].tolist() == [[128, 0]]
     assert g.row["missed"].tolist() == [2]
-
-
-def test_requests_of_another_block_size_and_too_many_replicas_are_refused():
-    config = gateway_config(index="none", block_size=32)
-    with pytest.raises(ValueError, match="block_size=32"):
-        prompts(config, CHAINS)
-    with pytest.raises(ValueError, match="num_replicas=63"):
-        blank(config, 1, 63, 1)
