@@ -72,7 +72,7 @@ WAYS: dict[str, tuple[tuple[float, float, float], str]] = {
     "random": ((0.0, 0.0, 0.0), "none"),
 }
 """Way of routing -> its weights of `SCORERS`, and the gateway's index."""
-SCORERS = ("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer")
+SCORERS: tuple[str, ...] = ("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer")
 # The stage after the last one takes the requests that the draw has left.
 STAGES = (*(x for stage in LLM_D_STAGES for x in (stage, (0.0, PAUSE_S))), (0.5, 1.0))
 
