@@ -87,6 +87,12 @@ register_policy(
 )
 register_policy("round_robin", RoundRobin, "the next replica in turn", family="prefix_routing")
 register_policy(
+    "preble",
+    rules.Preble,
+    "Preble's E2: exploit a mostly cached prompt, else explore by load and prefill",
+    family="prefix_routing",
+)
+register_policy(
     "weighted_load",
     rules.weighted_load,
     "least TTFT estimate plus load by the card's weight, for loads below the knee",

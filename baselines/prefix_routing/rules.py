@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from servegym._checks import real
 from servegym.baselines.prefix_routing.policy import (
@@ -16,6 +19,7 @@ from servegym.baselines.prefix_routing.policy import (
     least,
 )
 from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.baselines.protocol import Observation
 
 
 def anywhere(view: View, keep: Keep) -> tuple[Numbers, Keep]:
@@ -36,6 +40,67 @@ def mooncake(view: View, keep: Keep) -> tuple[Numbers, Keep]:
     without the rejection of requests above the objective.
     """
     return (view.prefill_tokens + view.new_tokens()) / view.prefill_tokens_per_s, keep
+
+
+class Preble(RulePolicy):
+    """Preble's E2: exploit a prompt that is mostly cached, else explore by load and prefill.
+
+    If m > L - m for the best match, the least loaded of the replicas that have it; else
+    argmin load + (L - m) / speed, in seconds. The load of a replica is the work routed to it in the
+    last ``window_s``: for each request its uncached prompt / speed + its predicted output x seconds
+    per output token.
+
+    arXiv 2407.00023, Algorithm 1; project WukLab/preble,
+    ``multi_node/global_scheduler_with_time.py`` @0c962c4 (3 minutes; 0.15 s a token until some are
+    measured). Left out as in that file's defaults: the cost of evictions (``enable_eviction`` is
+    False) and the moving of hot prefixes (its call is commented out).
+    """
+
+    def __init__(
+        self, system: PrefixSystem, window_s: float = 180.0, seconds_per_token: float = 0.15
+    ) -> None:
+        super().__init__(system, "preble", self._cost, chance=False)
+        self.window_s = real("window_s", window_s, 0.0, open_low=True)
+        self.seconds_per_token = real("seconds_per_token", seconds_per_token, 0.0)
+
+    def _size(self, num_envs: int, seed: int | None) -> None:
+        super()._size(num_envs, seed)
+        self._recent: list[deque[tuple[float, int, int, int]]] = [deque() for _ in range(num_envs)]
+        # Tokens of prefill and of output in the window, by replica.
+        self._tokens = np.zeros((2, num_envs, self.system.num_replicas))
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Forget what was routed."""
+        self._tokens[:, mask] = 0
+        for row in np.flatnonzero(mask):
+            self._recent[row].clear()
+
+    def _cost(self, view: View, keep: Keep) -> tuple[Numbers, Keep]:
+        speed, new = view.prefill_tokens_per_s, view.new_tokens()
+        measured = view.tpot_s.any(-1, keepdims=True)
+        load = self._tokens[0] / speed
+        load += self._tokens[1] * np.where(measured, view.tpot_s, self.seconds_per_token)
+        best = least(-view.match_tokens, keep)
+        matched = extremes(view.match_tokens, keep)[1]
+        exploit = matched > view.prompt_tokens - matched
+        return np.where(exploit, load, load + new / speed), np.where(exploit, best, keep)
+
+    def act(self, observation: Observation, action_mask: Any) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        now = np.asarray(observation["time_s"])[:, 0]
+        for row, recent in enumerate(self._recent):
+            while recent and recent[0][0] < now[row] - self.window_s:
+                _, replica, *tokens = recent.popleft()
+                self._tokens[:, row, replica] -= tokens
+        chosen = super().act(observation, action_mask)
+        view = View(observation, self.system)
+        new, output = view.new_tokens(), view.predicted_tokens
+        for row in np.flatnonzero(np.asarray(action_mask)[:, : self.system.num_replicas].any(-1)):
+            replica = int(chosen[row])
+            tokens = int(new[row, replica]), round(output[row, 0])
+            self._recent[row].append((float(now[row]), replica, *tokens))
+            self._tokens[:, row, replica] += tokens
+        return chosen
 
 
 def weighted_load(system: PrefixSystem, load_s: float = 0.005, power: float = 1.0) -> RulePolicy:

@@ -22,4 +22,4 @@ def observation_of(replicas, prompt_tokens=160, rows=1, **columns):
         seen[:, :, OF_REPLICA[name]] = values
     request = np.zeros((rows, len(OF_REQUEST)), np.float32)
     request[:, OF_REQUEST["prompt_tokens"]] = prompt_tokens
-    return {"replicas": seen, "request": request}
+    return {"replicas": seen, "request": request, "time_s": np.zeros((rows, 1), np.float32)}

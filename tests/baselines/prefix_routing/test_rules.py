@@ -84,6 +84,19 @@ def test_lmetric(load, match, expected):
     assert chosen("lmetric", in_flight=load, match_tokens=match) == {expected}
 
 
+def test_preble_exploits_what_is_mostly_cached():
+    rule = policy_of("preble")
+    # 80 of 160 are no majority: .08 against .16 s; then .08 of load + .08; then .16 + .08.
+    assert [chosen(rule, match_tokens=[80, 0, 0]) for _ in range(3)] == [{0}, {0}, {1}]
+    rule.episode_start(np.full(ROWS, True))
+    chosen(rule, match_tokens=[80, 0, 0])
+    # 96 > 64: exploited on replica 0 although its load is .08 s; both match: the less loaded one.
+    assert chosen(rule, match_tokens=[96, 0, 0]) == {0}
+    assert chosen(rule, match_tokens=[96, 96, 0]) == {1}
+    with pytest.raises(ValueError, match="window_s"):
+        policy_of("preble", window_s=0)
+
+
 def test_mooncake_takes_the_least_time_to_first_token():
     given = {"prefill_tokens": [300, 100, 0], "match_tokens": [160, 0, 0]}
     assert chosen("mooncake", **given) == {2}  # .300, .260 and .160 s
