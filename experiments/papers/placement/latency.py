@@ -45,7 +45,6 @@ POLICIES = (
     "prism_printed",
     "proxy_optimum",
     "whole_layer",
-    "latency_dp",
 )
 MODELS = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "Mixtral-8x7B": "mixtral-8x7b"}
 # 200 requests of each server, as in the paper's Fig. 7, rounded up to whole epochs.
