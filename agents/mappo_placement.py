@@ -49,7 +49,8 @@ from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_inte
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
-from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv, parallel_env
+from servegym.envs.expert_placement.pettingzoo_env import parallel_env
+from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
 
 @dataclass
@@ -86,8 +87,6 @@ class Args(RunArgs):
     """placements between evaluations on the validation split"""
     eval_episodes: int = 2
     """episodes per evaluation"""
-    shuffle_rewards: bool = False
-    """control: deal rewards out to other placements, so that nothing can be learnt"""
 
 
 ENV_ID = "servegym/ExpertPlacement-v0"
@@ -152,33 +151,18 @@ def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str
     return {"migrate": first.astype(np.int64), "plan": result}
 
 
-def play(
-    env: ExpertPlacementParallelEnv, observations: Mapping[str, Any], plans: Any, migrate: int
-) -> Any:
-    """One step with a plan (L,) for every server."""
-    return env.step(
-        {agent: {"migrate": migrate, "plan": plans[n]} for n, agent in enumerate(observations)}
-    )
-
-
 def own_counts(observations: Mapping[str, Any]) -> np.ndarray:
     """The counts (N, L, E) that the servers see, each its own."""
     return np.stack([obs["counts"] for obs in observations.values()])
 
 
-def evaluate(agent: Agent, args: Args, env: ExpertPlacementParallelEnv) -> dict[str, float]:
-    """Mean latency (seconds) of the mean outputs on validation episodes of full length."""
-    latency = []
-    for episode in range(args.eval_episodes):
-        observations, infos = env.reset(seed=10_000 + episode)
-        with torch.no_grad():
-            plans = plan(agent(features(own_counts(observations)[None])), args)[0]
-        migrate = 1
-        while env.agents:
-            observations, _, _, _, infos = play(env, observations, plans, migrate)
-            migrate = 0
-        latency.append(next(iter(infos.values()))["episode_kpis"]["mean_latency_s"])
-    return {"eval/mean_latency_s": float(np.mean(latency))}
+def evaluate(agent: Agent, args: Args, envs: ExpertPlacementVectorEnv) -> float:
+    """Mean latency (seconds) of the mean outputs on an episode of each single environment."""
+    observation, _ = envs.reset(seed=10_000)
+    ended, info = np.zeros(1, bool), {}
+    while not ended.any():
+        observation, _, ended, _, info = envs.step(greedy(agent, args, observation))
+    return float(np.mean(info["episode_kpis"]["mean_latency_s"]))
 
 
 @saves_when_interrupted
@@ -193,7 +177,10 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     env = parallel_env(**(settings | LEARNING | {"epoch_s": args.traffic_s}))
-    validation = parallel_env(**(LEARNING | {"epochs": 12} | settings | {"split": "val"}))
+    whole = {"epochs": 12} | settings | {"split": "val"}
+    validation = ExpertPlacementVectorEnv(
+        args.eval_episodes, autoreset_mode="Disabled", **(LEARNING | whole)
+    )
     servers, layers = env.problem.cluster.num_servers, env.problem.cluster.layers
     agent = Agent(args.width, servers, layers)
     shared = [p for name, p in agent.named_parameters() if name != "table"]
@@ -204,8 +191,7 @@ def train(args: Args) -> Path:
         ],
         eps=1e-5,
     )
-    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
-    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **validation_kwargs)
+    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **whole)
     rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "mappo_placement",
@@ -222,6 +208,7 @@ def train(args: Args) -> Path:
     logprobs, rewards = torch.zeros(2, n, servers)
     latency = np.zeros(n)
     log = RunLog(args, "mappo_placement", ENV_ID, settings)
+    log.save = partial(write_checkpoint, agent, meta)
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}
     update, best_score = log.restore(parts, (0, -np.inf))
 
@@ -229,12 +216,11 @@ def train(args: Args) -> Path:
         # Evaluate, first of all the random weights.
         step = update * n
         log.snapshot(step, parts, (update, best_score))
-        log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
-            metrics = evaluate(agent, args, validation)
-            result = metrics["eval/mean_latency_s"]
+            result = evaluate(agent, args, validation)
+            metrics["eval/mean_latency_s"] = result
             log.say_score(step, "mean latency in seconds", result, rule)
             best_score = save_best_and_last(log.save, args, log.run, -result, best_score)
         metrics["charts/SPS"] = log.advance(step)
@@ -255,11 +241,11 @@ def train(args: Args) -> Path:
                 policy = torch.distributions.Normal(agent(obs[k : k + 1])[0], std)
                 outputs[k] = policy.sample()
                 logprobs[k] = policy.log_prob(outputs[k]).sum(-1)
-            _, reward, _, _, infos = play(env, observations, plan(outputs[k], args), 1)
+            plans = zip(observations, plan(outputs[k], args), strict=True)
+            actions = {server: {"migrate": 1, "plan": heights} for server, heights in plans}
+            _, reward, _, _, infos = env.step(actions)
             rewards[k] = torch.tensor(list(reward.values()))
             latency[k] = next(iter(infos.values()))["episode_kpis"]["mean_latency_s"]
-        if args.shuffle_rewards:
-            rewards = rewards[torch.as_tensor(rng.permutation(n))]
         grouped = rewards.view(-1, args.group_size, servers)
         advantages = grouped - grouped.mean(1, keepdim=True)
         advantages = (advantages / (advantages.std() + 1e-8)).view(n, servers)

@@ -26,12 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from servegym._command_line import parse_settings
 from servegym.agents.lib.arguments import (
     Positive,
     PositiveShare,
@@ -52,15 +50,13 @@ from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_inte
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
-from servegym.envs.expert_placement.env import ExpertPlacementEnv
+from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
 
 @dataclass
 class Args(RunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/ExpertPlacement-v0"
-    """the environment"""
     set: tuple[str, ...] = ("scenario=edge_hetero",)
     """environment arguments, key=value with a JSON value, as in scenario=paper_testbed"""
     total_timesteps: int = 6_400
@@ -93,10 +89,9 @@ class Args(RunArgs):
     """placements between evaluations on the validation split"""
     eval_episodes: int = 2
     """episodes per evaluation"""
-    shuffle_rewards: bool = False
-    """control: deal rewards out to other environments, so that nothing can be learnt"""
 
 
+ENV_ID = "servegym/ExpertPlacement-v0"
 NUM_MINIBATCHES, MAX_GRAD_NORM = 2, 0.5
 MASS_AT = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 3 / 4)
 """Shares of a layer's experts, the most frequent first, whose cumulative mass is a feature."""
@@ -165,27 +160,13 @@ def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str
     return result | {"migrate": first.astype(np.int64)}
 
 
-def make_envs(args: Args, num_envs: int, **overrides: Any) -> Any:
-    """The native vector environment; whole episodes are run."""
-    return gym.make_vec(
-        args.env_id,
-        num_envs=num_envs,
-        vectorization_mode="vector_entry_point",
-        autoreset_mode=gym.vector.AutoresetMode.DISABLED,
-        **(LEARNING | parse_settings(args.set) | overrides),
-    )
-
-
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Mean latency (seconds) of the mean outputs on validation episodes of full length."""
-    epochs = parse_settings(args.set).get("epochs", 12)
-    envs = make_envs(args, args.eval_episodes, split="val", epochs=epochs)
+def evaluate(agent: Agent, args: Args, envs: ExpertPlacementVectorEnv) -> float:
+    """Mean latency (seconds) of the mean outputs on an episode of each environment."""
     observation, _ = envs.reset(seed=10_000)
     ended, info = np.zeros(1, bool), {}
     while not ended.any():
         observation, _, ended, _, info = envs.step(greedy(agent, args, observation))
-    envs.close()
-    return {"eval/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"]))}
+    return float(np.mean(info["episode_kpis"]["mean_latency_s"]))
 
 
 @saves_when_interrupted
@@ -199,9 +180,13 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    envs = make_envs(args, args.num_envs, epochs=1, epoch_s=args.traffic_s)
-    problem = ExpertPlacementEnv.make_problem(settings)
-    servers, layers = problem.cluster.num_servers, problem.cluster.layers
+    training = LEARNING | settings | {"epochs": 1, "epoch_s": args.traffic_s}
+    envs = ExpertPlacementVectorEnv(args.num_envs, autoreset_mode="Disabled", **training)
+    whole = {"epochs": 12} | settings | {"split": "val"}
+    validation = ExpertPlacementVectorEnv(
+        args.eval_episodes, autoreset_mode="Disabled", **(LEARNING | whole)
+    )
+    servers, layers = envs.problem.cluster.num_servers, envs.problem.cluster.layers
     if servers > 16:
         raise ValueError(f"set: a cluster of {servers} servers; up to 16 have rewards of their own")
     agent = Agent(args.width, (servers, layers))
@@ -212,18 +197,18 @@ def train(args: Args) -> Path:
         ],
         eps=1e-5,
     )
-    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
-    played = play_rule(args.env_id, args.eval_episodes, 10_000, **validation_kwargs)
+    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **whole)
     rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "ppo_placement",
         "args": json.dumps(asdict(args)),
         "shape": json.dumps({"width": args.width, "table": [servers, layers]}),
-        "setting": PlacementSystem.from_problem(problem).setting,
+        "setting": PlacementSystem.from_problem(envs.problem).setting,
     }
     n, groups = args.num_envs, args.num_envs // args.group_size
     num_updates = -(-args.total_timesteps // n)
-    log = RunLog(args, "ppo_placement", args.env_id, settings)
+    log = RunLog(args, "ppo_placement", ENV_ID, settings)
+    log.save = partial(write_checkpoint, agent, meta)
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}
     update, best_score = log.restore(parts, (0, -np.inf))
 
@@ -231,12 +216,11 @@ def train(args: Args) -> Path:
         # Evaluate, first of all the random weights.
         step = update * n
         log.snapshot(step, parts, (update, best_score))
-        log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
-            metrics = evaluate(agent, args)
-            latency = metrics["eval/mean_latency_s"]
+            latency = evaluate(agent, args, validation)
+            metrics["eval/mean_latency_s"] = latency
             log.say_score(step, "mean latency in seconds", latency, rule)
             best_score = save_best_and_last(log.save, args, log.run, -latency, best_score)
         metrics["charts/SPS"] = log.advance(step)
@@ -260,9 +244,6 @@ def train(args: Args) -> Path:
         terms = info["reward_terms"]
         local = np.stack([terms[f"log_latency_server_{k}"] for k in range(servers)], axis=1)
         common = -np.log(info["episode_kpis"]["mean_latency_s"])[:, None]
-        if args.shuffle_rewards:
-            order = rng.permutation(n)
-            local, common = local[order], common[order]
         advantages = torch.zeros(n, servers)
         for credit, part in ((local, 1 - args.common_credit), (common, args.common_credit)):
             grouped = torch.as_tensor(credit, dtype=torch.float32).view(groups, args.group_size, -1)
@@ -296,7 +277,6 @@ def train(args: Args) -> Path:
                 "losses/approx_kl": approx_kl,
             },
         )
-    envs.close()
     return log.run
 
 
