@@ -202,8 +202,39 @@ class Cluster:
         return server_view(placement, self.gpu_server)
 
     def check_placement(self, placement: Any, covered: bool = True) -> np.ndarray:
-        """:func:`check_placement` for the cluster's layers and experts."""
-        return check_placement(placement, self.slots, (self.layers, self.experts), covered)
+        """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
+
+        Args:
+            placement: Which GPU holds which experts.
+            covered: Whether every expert must be on some GPU.
+
+        Raises:
+            ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
+        """
+        z = np.asarray(placement)
+        shape = (self.num_gpus, self.layers, self.experts)
+        if z.shape != shape or z.dtype.kind not in "biu":
+            raise ValueError(
+                f"placement must be an integer or boolean array of shape {shape} "
+                f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
+            )
+        if z.min() < 0 or z.max() > 1:
+            raise ValueError("placement must hold 0 and 1 only.")
+        used = z.sum(axis=(1, 2), dtype=np.int64)
+        full = np.flatnonzero(used > self.slots)
+        if len(full):
+            g = int(full[0])
+            raise ValueError(
+                f"placement: GPU {g} would hold {used[g]} experts, it has {self.slots[g]} slots."
+            )
+        missing = np.argwhere(~z.any(axis=0))
+        if covered and len(missing):
+            layer, expert = missing[0].tolist()
+            raise ValueError(
+                f"placement: {len(missing)} experts are on no GPU, the first is expert {expert} "
+                f"of layer {layer}."
+            )
+        return z.astype(np.uint8)
 
 
 def server_view(placement: Any, gpu_server: Any) -> np.ndarray:
@@ -215,46 +246,6 @@ def server_view(placement: Any, gpu_server: Any) -> np.ndarray:
     view = np.zeros((int(np.max(gpu_server)) + 1, *np.shape(placement)[1:]), dtype=bool)
     np.logical_or.at(view, np.asarray(gpu_server), np.asarray(placement, dtype=bool))
     return view
-
-
-def check_placement(
-    placement: Any, slots: Any, model: tuple[int, int] | None = None, covered: bool = True
-) -> np.ndarray:
-    """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
-
-    Args:
-        placement: Which GPU holds which experts.
-        slots: ``(G,)`` experts that each GPU can hold.
-        model: L and E, any if None.
-        covered: Whether every expert must be on some GPU.
-
-    Raises:
-        ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
-    """
-    z = np.asarray(placement)
-    shape = (len(slots), *(z.shape[1:] if model is None else model))
-    if z.shape != shape or z.ndim != 3 or z.dtype.kind not in "biu":
-        raise ValueError(
-            f"placement must be an integer or boolean array of shape {shape} "
-            f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
-        )
-    if z.size and (z.min() < 0 or z.max() > 1):
-        raise ValueError("placement must hold 0 and 1 only.")
-    used = z.reshape(len(z), -1).sum(axis=1, dtype=np.int64)
-    full = np.flatnonzero(used > slots)
-    if len(full):
-        g = int(full[0])
-        raise ValueError(
-            f"placement: GPU {g} would hold {used[g]} experts, it has {slots[g]} slots."
-        )
-    missing = np.argwhere(~z.any(axis=0))
-    if covered and len(missing):
-        layer, expert = missing[0].tolist()
-        raise ValueError(
-            f"placement: {len(missing)} experts are on no GPU, the first is expert {expert} "
-            f"of layer {layer}."
-        )
-    return z.astype(np.uint8)
 
 
 def _per(argument: str, value: Any, shape: tuple[int, ...], low: float, open_low: bool):

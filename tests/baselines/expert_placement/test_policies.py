@@ -5,7 +5,6 @@ import pytest
 
 from servegym.baselines.expert_placement import PlacementSystem
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.envs.expert_placement.cluster import check_placement
 
 env_module = pytest.importorskip("servegym.envs.expert_placement.env")
 NAMES = [info.name for info in list_policies("expert_placement")]
@@ -39,7 +38,7 @@ def play(name, env, seed=0):
     while not done:
         action = policy.act(batch(observation), None)
         assert action["plan"].shape == (1, *observation["placement"].shape)
-        check_placement(action["plan"][0], env.unwrapped.problem.cluster.slots)
+        env.unwrapped.problem.cluster.check_placement(action["plan"][0])
         action = {"migrate": int(action["migrate"][0]), "plan": action["plan"][0]}
         before = observation["placement"]
         observation, reward, done, _, info = env.step(action)

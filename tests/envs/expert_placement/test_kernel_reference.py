@@ -132,6 +132,7 @@ def compare(sim, ref):
         for mine, theirs in ((v["local_s"], ref.local), (v["remote_s"], ref.remote)):
             assert mine == pytest.approx(theirs[n][0], rel=1e-9, abs=1e-12)
         assert (v["local_tokens"], v["remote_tokens"]) == (ref.local[n][1], ref.remote[n][1])
+        assert [v["layer_steps"], v["remote_layer_steps"]] == ref.steps[n]
     assert state.meta["network_bytes"][0] == pytest.approx(ref.bytes)
     if sim.cache is None:
         compare_calls(sim, ref)
