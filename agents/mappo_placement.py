@@ -266,17 +266,14 @@ def train(args: Args) -> Path:
                 policy_loss = loss.item()
                 approx_kl = (ratio - 1 - logratio).mean().item()
         update += 1
-        log.write(
-            step,
-            metrics
-            | {
-                "charts/episodic_return": rewards.sum(1).mean().item(),
-                "charts/mean_latency_s": float(latency.mean()),
-                "charts/std": std,
-                "losses/policy_loss": policy_loss,
-                "losses/approx_kl": approx_kl,
-            },
-        )
+        metrics |= {
+            "charts/episodic_return": rewards.sum(1).mean().item(),
+            "charts/mean_latency_s": float(latency.mean()),
+            "charts/std": std,
+            "losses/policy_loss": policy_loss,
+            "losses/approx_kl": approx_kl,
+        }
+        log.write(step, metrics)
     return log.run
 
 

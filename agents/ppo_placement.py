@@ -266,17 +266,14 @@ def train(args: Args) -> Path:
                 policy_loss = loss.item()
                 approx_kl = (ratio - 1 - logratio).mean().item()
         update += 1
-        log.write(
-            step,
-            metrics
-            | {
-                "charts/episodic_return": float(np.mean(reward)),
-                "charts/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"])),
-                "charts/std": std,
-                "losses/policy_loss": policy_loss,
-                "losses/approx_kl": approx_kl,
-            },
-        )
+        metrics |= {
+            "charts/episodic_return": float(np.mean(reward)),
+            "charts/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"])),
+            "charts/std": std,
+            "losses/policy_loss": policy_loss,
+            "losses/approx_kl": approx_kl,
+        }
+        log.write(step, metrics)
     return log.run
 
 

@@ -400,14 +400,8 @@ class PlacementEpisode:
         Raises:
             ValueError: the state is of a system of other sizes.
         """
-        c = self.problem.cluster
-        shape = (c.num_gpus, c.layers * c.experts)
-        if state.simulator.state.resident.shape != shape:
-            raise ValueError(
-                f"the state is of {state.simulator.state.resident.shape} GPUs and experts, this "
-                f"environment has {shape}: restore a state into an environment made with the same "
-                "arguments."
-            )
+        ours, copied = self.simulator.state.resident, state.simulator.state.resident
+        Batch.check_state("simulator.state.resident", ours, copied, ours.shape == copied.shape)
         self.requests = state.requests
         self.simulator.begin(state.requests, self._start)
         self.simulator.restore(state.simulator)

@@ -27,7 +27,6 @@ from servegym.experiments.papers.placement.measuring import (
     interval,
     local_shares,
     measure,
-    setting,
 )
 from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.study import Options, Study, command, ends
@@ -153,14 +152,6 @@ def _table2(options: Options, at: Row, policies: Sequence[str]) -> Rows:
     return rows
 
 
-def _table2_facts(options: Options) -> Row:
-    return {
-        f"{workload}, {model}": setting(scenario=scenario, model=name)
-        for workload, (scenario, _) in WORKLOADS.items()
-        for model, name in MODELS.items()
-    }
-
-
 def layer_times(share: float, seed: int, messages: str, count: int) -> dict[str, float]:
     """Seconds of a layer where a share of each layer's experts, 0 to 1, is on another server.
 
@@ -256,7 +247,6 @@ STUDIES = (
         tuple(TABLE1),
         findings("table1_pcie", "skew", "pcie_gb_s", "policy"),
         _draw_table1,
-        facts=lambda options: {"setting": setting(scenario="paper_testbed", model="mixtral-8x7b")},
     ),
     Study(
         "table2_latency",
@@ -273,7 +263,6 @@ STUDIES = (
             log="y",
             reference="paper_mean_s",
         ),
-        facts=_table2_facts,
     ),
     Study(
         "fig5_layer_time",

@@ -23,22 +23,6 @@ from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.papers.verdicts import Rows, found_for
 
 ENV_ID, SEED = "servegym/ExpertPlacement-v0", DEFAULT_SEED
-
-
-def setting(**kwargs: Any) -> str:
-    """Link model, cost of a message and what else decides the size of latencies, in words."""
-    problem = build_problem(**{"split": "eval", **kwargs})
-    c, arguments = problem.cluster, problem.arguments
-    rates = sorted({float(b) / 1e6 for b in c.nic_bps})
-    return (
-        f"{c.model}, {c.num_gpus} GPUs on {c.num_servers} servers, link model {c.link_model}, "
-        f"messages {c.messages}, h = {1e3 * c.message_cost_s:g} ms, NIC "
-        f"{' / '.join(f'{r:g}' for r in rates)} Mbps, replica choice {arguments.replica_choice}, "
-        f"weights from {arguments.migration_source}, {problem.activations.kind} activations "
-        f"({arguments.skew} skew), tasks {', '.join(problem.tasks)}"
-    )
-
-
 GROWTH, BACKLOG = 0.2, 0.03
 """Twice the arrivals make an overloaded point's mean grow by more; the mean over the time of
 arrivals from which on it is tried, as below it no queue worth the name is there."""
