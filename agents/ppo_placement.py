@@ -20,7 +20,7 @@ observation and its own credit. ``python agents/ppo_placement.py --help`` lists 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,7 @@ def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
 class Agent(nn.Module):
     """One network for every server and layer, and the table."""
 
-    def __init__(self, width: int, table: tuple[int, ...]) -> None:
+    def __init__(self, width: int, table: Sequence[int]) -> None:
         super().__init__()
         self.net = nn.Sequential(
             linear(COLUMNS, width),
@@ -138,7 +138,7 @@ class Agent(nn.Module):
             nn.Tanh(),
             linear(width, 1, 0.01),
         )
-        self.table: Tensor | None = nn.Parameter(torch.zeros(table))
+        self.table: Tensor | None = nn.Parameter(torch.zeros(*table))
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean outputs (B, N, L) of features (B, N, L, COLUMNS)."""
@@ -280,7 +280,7 @@ def train(args: Args) -> Path:
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args, shape = saved_args(Args, json_field(meta, "args")), json_field(meta, "shape")
-    net = Agent(shape["width"], tuple(shape["table"]))
+    net = Agent(**shape)
     net.load_state_dict(weights)
     if system is not None and system.setting != meta["setting"]:
         net.table = None

@@ -143,15 +143,14 @@ class Cluster:
         expert_bytes: bytes of one expert.
         layers, experts, top_k: L, E, k.
 
-    The others are arguments of `build_cluster`: ``nic_bps`` ``(N,)``, ``bandwidth_bps`` and
-    ``latency_s`` ``(N, N)``, the rest as given.
+    The others are arguments of `build_cluster`: ``nic_bps`` ``(N,)``, ``latency_s`` ``(N, N)``, the
+    rest as given.
     """
 
     model: str
     gpus: tuple[int, ...]
     slots: np.ndarray
     gpu_server: np.ndarray
-    bandwidth_bps: np.ndarray
     nic_bps: np.ndarray
     latency_s: np.ndarray
     link_model: str
@@ -191,11 +190,8 @@ class Cluster:
 
     @property
     def link_bytes_s(self) -> np.ndarray:
-        """``(N, N)`` bytes/s of a message: the slower of the sender's rate and the pair's."""
-        rate = self.bandwidth_bps
-        if self.link_model == "nic":
-            rate = np.minimum(rate, self.nic_bps[:, None])
-        return rate / 8.0
+        """``(N, N)`` bytes/s of a message: an interface is shaped where it sends."""
+        return np.repeat(self.nic_bps[:, None] / 8.0, self.num_servers, axis=1)
 
     def server_view(self, placement: np.ndarray) -> np.ndarray:
         """Bool ``(N, L, E)``: experts on any GPU of a server, of a placement ``(G, L, E)``."""
@@ -323,16 +319,6 @@ def _check_experts_fit(
         )
 
 
-def _pair_bandwidth(bandwidth_bps: Any, nic: np.ndarray) -> np.ndarray:
-    """``(N, N)`` bits/s of each ordered pair; a server's own interface bounds what it sends."""
-    servers = len(nic)
-    # An interface is shaped where it sends: the receiver's does not slow a message down.
-    pair = np.repeat(nic[:, None], servers, axis=1) if bandwidth_bps is None else bandwidth_bps
-    pair = _per("bandwidth_bps", pair, (servers, servers), 0.0, True)
-    np.fill_diagonal(pair, pair.max())
-    return pair
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterArguments(Arguments):
     """The arguments of a cluster of G GPUs in N servers."""
@@ -345,7 +331,6 @@ class ClusterArguments(Arguments):
     )
     slots: Any = arg.other(None, "experts that each GPU can hold, instead of counting bytes")
     nic_bps: Any = arg.other(500e6, "bits/s that a server sends, one number or one for each")
-    bandwidth_bps: Any = arg.other(None, "(N, N) bits/s of each ordered pair; the sender's NIC")
     latency_s: Any = arg.other(0.002, "of a message, one number for all pairs or (N, N)")
     link_model: str = arg.choice("nic", LINK_MODELS, "what is shared: interfaces, or nothing")
     messages: str = arg.choice("per_expert", MESSAGES, "what travels together")
@@ -383,7 +368,6 @@ def build_cluster(model: str = "deepseek-v2-lite", **chosen: Any) -> Cluster:
     _check_experts_fit(times, model, capacity, gpu_server)
 
     nic = _per("nic_bps", arguments.nic_bps, (servers,), 0.0, True)
-    bandwidth = _pair_bandwidth(arguments.bandwidth_bps, nic)
     delay = _per("latency_s", arguments.latency_s, (servers, servers), 0.0, False)
     np.fill_diagonal(delay, 0.0)
     speed = _per("gpu_speed", arguments.gpu_speed, (total,), 0.0, True)
@@ -392,7 +376,6 @@ def build_cluster(model: str = "deepseek-v2-lite", **chosen: Any) -> Cluster:
         gpus=counts,
         slots=capacity,
         gpu_server=gpu_server,
-        bandwidth_bps=bandwidth,
         nic_bps=nic,
         latency_s=delay,
         link_model=arguments.link_model,

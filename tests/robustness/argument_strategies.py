@@ -387,9 +387,7 @@ OFFLOAD = {"serving": "offload"}
 TOY_TASKS = ("task0", "task1")
 
 
-def per(
-    shape: tuple[int, ...], least: float, open_low: bool, *bad: Any, optional=False, **more: Any
-):
+def per(shape: tuple[int, ...], least: float, open_low: bool, *bad: Any, **more: Any):
     """A number, or an array of a shape; episodes run with those from `least` on."""
 
     def filled(value: Any) -> Any:
@@ -405,8 +403,7 @@ def per(
     wrong += [filled(x) for x in ("1", None, float("nan"), float("inf"), -1.0, True, HUGE, [1.0])]
     allowed = ["half"] if least <= 2.5 else []
     allowed += [] if open_low else ["zero"]
-    valid, allowed = _optional(one | array, allowed, optional)
-    return Argument(valid, junk(*allowed) | st.sampled_from(wrong), **more)
+    return Argument(one | array, junk(*allowed) | st.sampled_from(wrong), **more)
 
 
 PLACEMENT: dict[str, Any] = {
@@ -463,7 +460,6 @@ CLUSTER_HINTS: dict[str, Any] = {
         called=("fit",),
     ),
     "nic_bps": per((3,), TINY, True),
-    "bandwidth_bps": per((3, 3), TINY, True, optional=True),
     "latency_s": per((3, 3), 0.0, False),
     "gpu_speed": per((4,), TINY, True),
     "sizes": Argument(st.none(), junk("none")),

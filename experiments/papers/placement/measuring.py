@@ -55,9 +55,9 @@ def measure(
     """Run policies on the same evaluation episodes, with ``kwargs`` of the environment.
 
     Returns:
-        One row a policy: ``point``, the mean over episodes and its interval of every figure, the
-        mean latency of each server (up to 16) and their mean included, and `_doubled`;
-        ``_latency`` is the mean latency of each episode ``(episodes,)``.
+        One row a policy: ``point``, the mean over episodes and its interval of every figure, those
+        of each server (up to 16) included, and `_doubled`; ``_latency`` is the mean latency of each
+        episode ``(episodes,)``.
     """
     rows = []
     for policy in policies:
@@ -66,9 +66,6 @@ def measure(
         servers = [key for key in runs[0] if key.startswith("mean_latency_s_server_")]
         for key in (*KEYS, *servers):
             row |= interval([run[key] for run in runs], key)
-        if servers:
-            of_servers = [np.mean([run[key] for key in servers]) for run in runs]
-            row |= interval(of_servers, "mean_of_servers_s")
         row |= _doubled(policy, row["mean_latency_s"], kwargs)
         rows.append(row | {"_latency": np.array([run["mean_latency_s"] for run in runs])})
     return rows

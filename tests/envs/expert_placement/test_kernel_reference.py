@@ -317,10 +317,8 @@ SLOW |= {"gpus": (1, 1), "pcie_bytes_s": 1e6, "pcie_latency_s": 0.01}
 @pytest.mark.parametrize("messages", ["per_expert", "per_server"])
 def test_a_remote_call_by_hand(messages):
     """Token by token: out, latency, staging, GPU, staging, back, latency."""
-    model, links = small_model(layers=1, experts=3), np.full((2, 2), 16e6)
-    cluster = build_cluster(
-        sizes=model, slots=(1, 2), bandwidth_bps=links, messages=messages, **SLOW
-    )
+    model = small_model(layers=1, experts=3)
+    cluster = build_cluster(sizes=model, slots=(1, 2), messages=messages, **SLOW)
     prompts = one_prompt(cluster, 10, [(1, 2)])
     z = np.array([[[1, 0, 0]], [[0, 1, 1]]], np.uint8)
     sim = Simulator(cluster, prompts)
