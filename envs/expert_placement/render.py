@@ -1,6 +1,6 @@
 """A placement as text or pixels: who holds which experts, and how much is served where it arrives.
 
-As pixels the first four servers have a map each, a row a layer and a column an expert.
+As pixels the first three servers have a map each, a row a layer and a column an expert.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from servegym.envs._frames import INK, SOFT, blank_canvas, panel, pixels
 from servegym.envs.expert_placement.core import PlacementEpisode
 
-MAPPED_SERVERS = 4
+MAPPED_SERVERS = 3
 
 _HELD = np.array([[216, 239, 236], [18, 104, 94]]) / 255.0  # little used, much used
 _MISSING = np.array([[255, 255, 255], [214, 69, 69]]) / 255.0
 _LOADING = np.array([233, 162, 59]) / 255.0
-_LINES = ("#2a6fbb", "#c8553d", "#5a8f3c", "#8a5bb0")
+_LINES = ("#2a6fbb", "#c8553d", "#5a8f3c")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -142,7 +142,8 @@ def _history(figure, system: PlacementEpisode) -> None:
     axis = panel(
         figure,
         (0.045, 0.085, 0.935, 0.19),
-        "tokens served where they arrive, % of each epoch, by server",
+        f"tokens served where they arrive, % of each epoch, {past.shape[1]} of "
+        f"{system.local_ratio.shape[1]} servers",
         "epoch",
         color=SOFT,
         fontsize=8,
