@@ -56,7 +56,7 @@ class LinkQueueModel:
     def __init__(self, system: PlacementSystem, seed: int = 0) -> None:
         c, prompts, shares = system.cluster, system.prompts, system.long_run_shares
         random = np.random.default_rng(seed)
-        decodes = float(np.mean(system.output_range)) - 1.0
+        decodes = float(np.mean(system.arguments.output_range)) - 1.0
         tables = [prompts.counts[of_task] for of_task in system.task_prompts]
         lengths = [prompts.tokens[of_task].astype(np.float64) for of_task in system.task_prompts]
         length = np.array([[x.mean(), (x**2).mean()] for x in lengths])
@@ -118,7 +118,7 @@ class SimulatedLatency:
         task = np.minimum((draws[:, None] >= bounds[home]).sum(axis=1), tasks - 1)
         at = rng.random(number)
         of_task = [system.task_prompts[t] for t in task]
-        low, high = system.output_range
+        low, high = system.arguments.output_range
         self.requests = Requests(
             home=home,
             arrival=np.cumsum(rng.exponential(1.0 / rate.sum(), number)),

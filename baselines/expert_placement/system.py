@@ -30,7 +30,6 @@ class PlacementSystem(SystemDescription):
         arguments: Those of the environment; ``epoch_s`` is the horizon of Eq. 4.
         cluster: Servers, links, times and sizes.
         interarrival_s: (N,) mean seconds between the requests of a server.
-        output_range: Least and most tokens of an answer.
         prompts: The recorded prompts.
         task_prompts: For each task, the recorded prompts, as a rule those that no episode draws.
         long_run_shares: (N, K) shares of the tasks in each server's requests in the long run.
@@ -44,7 +43,6 @@ class PlacementSystem(SystemDescription):
     arguments: PlacementArguments
     cluster: Cluster
     interarrival_s: Floats
-    output_range: tuple[int, int]
     prompts: Prompts
     task_prompts: tuple[Ints, ...]
     long_run_shares: Floats
@@ -56,7 +54,7 @@ class PlacementSystem(SystemDescription):
     def from_problem(cls, problem: Problem) -> PlacementSystem:
         """The description of an environment's problem (``env.unwrapped.problem``)."""
         prompts, of_tasks = problem.prompts, problem.history_rows
-        mean_output = float(np.mean(problem.output_range))
+        mean_output = float(np.mean(problem.arguments.output_range))
         counts = []
         for of_task in of_tasks:
             bank = np.concatenate(
@@ -72,7 +70,6 @@ class PlacementSystem(SystemDescription):
             cluster=problem.cluster,
             arguments=problem.arguments,
             interarrival_s=problem.interarrival_s,
-            output_range=problem.output_range,
             prompts=prompts,
             task_prompts=of_tasks,
             long_run_shares=shares,

@@ -195,7 +195,9 @@ class Cluster:
 
     def server_view(self, placement: np.ndarray) -> np.ndarray:
         """Bool ``(N, L, E)``: experts on any GPU of a server, of a placement ``(G, L, E)``."""
-        return server_view(placement, self.gpu_server)
+        view = np.zeros((self.num_servers, *np.shape(placement)[1:]), dtype=bool)
+        np.logical_or.at(view, self.gpu_server, np.asarray(placement, dtype=bool))
+        return view
 
     def check_placement(self, placement: Any, covered: bool = True) -> np.ndarray:
         """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
@@ -231,17 +233,6 @@ class Cluster:
                 f"of layer {layer}."
             )
         return z.astype(np.uint8)
-
-
-def server_view(placement: Any, gpu_server: Any) -> np.ndarray:
-    """Bool ``(N, L, E)``: experts on any GPU of a server.
-
-    ``placement`` is ``(G, L, E)``, ``gpu_server`` ``(G,)`` the server of each GPU; the last one's
-    number is N - 1.
-    """
-    view = np.zeros((int(np.max(gpu_server)) + 1, *np.shape(placement)[1:]), dtype=bool)
-    np.logical_or.at(view, np.asarray(gpu_server), np.asarray(placement, dtype=bool))
-    return view
 
 
 def _per(argument: str, value: Any, shape: tuple[int, ...], low: float, open_low: bool):

@@ -177,7 +177,7 @@ class PlacementEpisode:
         arrival = random.uniform(0.0, span, len(home))
         order = np.argsort(arrival, kind="stable")
         home, arrival = home[order], arrival[order]
-        low, high = problem.output_range
+        low, high = problem.arguments.output_range
         return Requests(
             home=home,
             arrival=arrival,
@@ -199,7 +199,7 @@ class PlacementEpisode:
         problem = self.problem
         home = np.repeat(np.arange(problem.cluster.num_servers), problem.arguments.history_requests)
         prompt = self._draw_prompts(random, problem.history_rows, home, np.zeros(len(home)))
-        low, high = problem.output_range
+        low, high = problem.arguments.output_range
         outputs = random.integers(low, high + 1, len(home))
         return self.simulator.count_assignments(home, prompt, outputs)
 

@@ -15,10 +15,13 @@ from servegym.baselines.expert_placement.heuristics import (
 )
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
-from servegym.envs.expert_placement.cluster import server_view
 
 ALGORITHMS = [uniform, redundance, smartmoe, eplb, eplb_global, prism, whole_layer]
 ALGORITHMS += [layer_chains, proxy_optimum]
+
+
+def server_view(z, home):
+    return np.stack([z[np.asarray(home) == n].any(axis=0) for n in range(max(home) + 1)])
 
 
 def proxy(counts, held):
