@@ -151,11 +151,6 @@ def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str
     return {"migrate": first.astype(np.int64), "plan": result}
 
 
-def own_counts(observations: Mapping[str, Any]) -> np.ndarray:
-    """The counts (N, L, E) that the servers see, each its own."""
-    return np.stack([obs["counts"] for obs in observations.values()])
-
-
 def evaluate(agent: Agent, args: Args, envs: ExpertPlacementVectorEnv) -> float:
     """Mean latency (seconds) of the mean outputs on an episode of each single environment."""
     observation, _ = envs.reset(seed=10_000)
@@ -177,16 +172,15 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     env = parallel_env(**(settings | LEARNING | {"epoch_s": args.traffic_s}))
-    whole = {"epochs": 12} | settings | {"split": "val"}
+    whole: dict[str, Any] = {"epochs": 12} | settings | {"split": "val"}
     validation = ExpertPlacementVectorEnv(
         args.eval_episodes, autoreset_mode="Disabled", **(LEARNING | whole)
     )
     servers, layers = env.problem.cluster.num_servers, env.problem.cluster.layers
     agent = Agent(args.width, servers, layers)
-    shared = [p for name, p in agent.named_parameters() if name != "table"]
     optimizer = torch.optim.Adam(
         [
-            {"params": shared, "first_lr": args.learning_rate},
+            {"params": agent.actor.parameters(), "first_lr": args.learning_rate},
             {"params": [agent.table], "first_lr": args.table_learning_rate},
         ],
         eps=1e-5,
@@ -236,7 +230,7 @@ def train(args: Args) -> Path:
         seeds = np.repeat(rng.integers(1 << 30, size=n // args.group_size), args.group_size)
         for k, seed in enumerate(seeds.tolist()):
             observations, _ = env.reset(seed=seed)
-            obs[k] = features(own_counts(observations))
+            obs[k] = features(np.stack([seen["counts"] for seen in observations.values()]))
             with torch.no_grad():
                 policy = torch.distributions.Normal(agent(obs[k : k + 1])[0], std)
                 outputs[k] = policy.sample()

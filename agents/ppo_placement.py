@@ -180,9 +180,9 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    training = LEARNING | settings | {"epochs": 1, "epoch_s": args.traffic_s}
+    training: dict[str, Any] = LEARNING | settings | {"epochs": 1, "epoch_s": args.traffic_s}
     envs = ExpertPlacementVectorEnv(args.num_envs, autoreset_mode="Disabled", **training)
-    whole = {"epochs": 12} | settings | {"split": "val"}
+    whole: dict[str, Any] = {"epochs": 12} | settings | {"split": "val"}
     validation = ExpertPlacementVectorEnv(
         args.eval_episodes, autoreset_mode="Disabled", **(LEARNING | whole)
     )
@@ -233,7 +233,7 @@ def train(args: Args) -> Path:
         std = args.std_last + left * (args.std_first - args.std_last)
 
         # One placement and its traffic in every environment.
-        seeds = np.repeat(rng.integers(1 << 30, size=groups), args.group_size)
+        seeds: Any = np.repeat(rng.integers(1 << 30, size=groups), args.group_size)
         observation, _ = envs.reset(seed=seeds.tolist())
         with torch.no_grad():
             x = features(observation)

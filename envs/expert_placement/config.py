@@ -21,7 +21,7 @@ from servegym.envs.expert_placement.simulator import (
 from servegym.envs.workloads.activations import Activations, load_activations, make_toy_activations
 
 LEARNING: dict[str, Any] = {"action_mode": "layer_height", "reward": "log_latency", "epochs": 1}
-"""Arguments to learn with, see Learning in `ExpertPlacementEnv`."""
+"""Arguments to learn with: an episode is one placement and the traffic after it."""
 # Expected number of requests of an episode: rewards are divided by it.
 MIN_REQUESTS, MAX_REQUESTS = 1e-9, 1e7
 # Moves of the tasks in an episode; their number is counted in 64 bits.

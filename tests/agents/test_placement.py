@@ -50,7 +50,7 @@ def test_mappo_plans_alike_in_both_environments():
     observations, _ = many.reset(seed=5)
     seen, _ = single.reset(seed=5)
     with torch.no_grad():
-        x = mappo_placement.features(mappo_placement.own_counts(observations)[None])
+        x = mappo_placement.features([[seen["counts"] for seen in observations.values()]])
         plans = mappo_placement.plan(agent(x), args)[0]
     many.step({f"server_{n}": {"migrate": 1, "plan": plans[n]} for n in range(3)})
     rows = {name: part[None] for name, part in seen.items()}
