@@ -212,13 +212,13 @@ def test_requests_that_leave_their_server(seed, link_model, messages, router, ex
     run_beside(*pair)
 
 
-def run_beside(rng, cluster, sim, ref):
-    """Run both to the end, with changes of placement on the way, and compare at every look."""
-    for until in np.sort(rng.uniform(0, 1.0, 6)):
+def run_beside(rng, cluster, sim, ref, span=1.0):
+    """Run both to the end and compare at every look; without caches placements change."""
+    for until in np.sort(rng.uniform(0, span, 6)):
         sim.run(until)
         ref.run(until)
         compare(sim, ref)
-        if rng.random() < 0.6:
+        if sim.cache is None and rng.random() < 0.6:
             draw = random_layers if sim.state.path.size else random_placement
             placement = draw(rng, cluster)
             sim.adopt(placement)
@@ -228,12 +228,13 @@ def run_beside(rng, cluster, sim, ref):
     ref.run()
     compare(sim, ref)
     assert not ref.heap and not np.isnan(sim.latencies()).any()
-    np.testing.assert_array_equal(sim.placement(), sim.target())
+    if sim.cache is None:
+        np.testing.assert_array_equal(sim.placement(), sim.target())
+        assert sim.state.meta["fewest_copies"][0] >= 1
     assert (sim.state.gpu["promised"] == 0).all() and (sim.state.link["returning"] == 0).all()
     total = sum(r.finish - r.arrival for r in ref.requests)
     assert sim.state.server["area"].sum() == pytest.approx(total)
-    assert sim.state.meta["fewest_copies"][0] >= 1
-    assert (sim.state.gpu["peak"] <= cluster.slots + 1).all()
+    assert (sim.state.gpu["peak"] <= cluster.slots + (sim.cache is None)).all()
 
 
 def test_more_messages_than_places_lose_nothing():
