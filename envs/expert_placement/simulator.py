@@ -381,15 +381,12 @@ class Simulator:
     def adopt(self, placement: np.ndarray, at_once: bool = False) -> None:
         """Begin to move to a feasible ``placement`` (uint8 ``(G, L, E)``).
 
-        ``at_once`` puts it in place without time, before anything has happened.
+        ``at_once`` puts it in place without time, before anything has happened. Caches fill
+        themselves and adopt none.
 
         Raises:
-            ValueError: it is not feasible, it is too late for ``at_once``, or GPUs are caches.
+            ValueError: it is not feasible.
         """
-        if self._caches:
-            raise ValueError("serving='offload': caches fill themselves, no placement is adopted.")
-        if at_once and self.state.meta["sequence"][0] > 0:
-            raise ValueError("at_once=True needs a system in which nothing has happened yet.")
         z, state = self.cluster.check_placement(placement), self.state
         state.counts[:] = 0
         for name in ("local_s", "local_tokens", "remote_s", "remote_tokens"):
