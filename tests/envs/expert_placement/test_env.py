@@ -79,22 +79,16 @@ def test_whatever_is_chosen_no_token_is_lost_and_all_experts_serve(mode, source)
     for seed in range(3 if COMPILED else 1):
         env.reset(seed=seed)
         for move in actions(env, 6, seed):
-            move["migrate"] = 1
-            observation = env.step(move)[0]
+            observation = env.step(move | {"migrate": 1})[0]
             cluster.check_placement(observation["placement"])
-            resident = env.batch.episodes[0].simulator.placement()
-            assert (resident.sum(axis=0) >= 1).all()
-            used = resident.reshape(cluster.num_gpus, -1).sum(axis=1)
-            assert (used <= cluster.slots + 1).all()
-        state = env.batch.episodes[0].simulator.state
-        assert state.meta["fewest_copies"][0] >= 1, "at some instant an expert was nowhere"
-        assert (state.gpu["peak"] <= cluster.slots + 1).all()
-        np.testing.assert_array_equal(
-            env.batch.episodes[0].simulator.placement(), observation["placement"]
-        )
+        sim = env.batch.episodes[0].simulator
+        assert sim.state.meta["fewest_copies"][0] >= 1, "at some instant an expert was nowhere"
+        assert (sim.state.gpu["peak"] <= cluster.slots + 1).all()
+        np.testing.assert_array_equal(sim.placement(), observation["placement"])
         log = env.request_log()
         tokens = prompts.tokens[log["prompt"]] + log["output_tokens"] - 1
-        done = state.server["all_local_tokens"].sum() + state.server["all_remote_tokens"].sum()
+        server = sim.state.server
+        done = server["all_local_tokens"].sum() + server["all_remote_tokens"].sum()
         assert done == tokens.sum() * cluster.layers * cluster.top_k
 
 
