@@ -1,19 +1,16 @@
 """Multi-agent PPO for expert placement, from random weights: every server is an agent.
 
-The servers of PettingZoo's parallel environment place their experts, then traffic is served
-(`servegym.envs.expert_placement.config.LEARNING`), so that an episode is one decision: a bandit of
-several players. A server reads its own observation alone and gives each of its layers a height
-(``action_mode="layer_height"``); it is paid minus the logarithm of its own latency, though the
-others' placements decide that too. The servers share one network and have a table each, of one
-number for each layer, that belongs to the cluster of the training.
+An episode is one decision (`servegym.envs.expert_placement.config.LEARNING`), a bandit of several
+players: a server of PettingZoo's environment reads its own observation alone, gives each of its
+layers a height, and is paid minus the logarithm of its own latency, though the others' placements
+decide that too. The servers share one network and have a table each, of one number for each layer,
+that belongs to the cluster of the training.
 
 The baseline of a server is the mean of what it was paid for the placements with the same requests.
 MAPPO's central critic (Yu et al., NeurIPS 2022, "The surprising effectiveness of PPO in cooperative
-multi-agent games") reads the state, and the requests to come, which are most of what it would have
-to predict, are not in there.
+multi-agent games") reads the state, which does not have what decides most, the requests to come.
 
-``ppo_placement`` differs: one controller sees all servers, and may credit them with the mean of
-their rewards. ``python agents/mappo_placement.py --help`` lists the options.
+``ppo_placement`` differs: one controller sees all servers.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """Proximal policy optimisation for expert placement, from random weights: one controller for all.
 
-An episode is one decision: the experts are placed, then traffic is served
-(`servegym.envs.expert_placement.config.LEARNING`). That is a contextual bandit, and this is PPO for
-one: there is no return to estimate beyond the reward, hence no discount. The network gives every
-(server, layer) a height, a Gaussian around it is the policy (``action_mode="layer_height"``), and
-the placement that it learns is kept for the whole of longer episodes.
+An episode is one decision (`servegym.envs.expert_placement.config.LEARNING`), a contextual bandit:
+there is no return beyond the reward, hence no discount. The network gives every (server, layer) a
+height, a Gaussian around it is the policy (``action_mode="layer_height"``).
 
- * Environments of a group have the same requests and differ by the actions alone, so that the mean
-   of a group's rewards is the baseline of the advantage; there is no critic.
- * A server's heights are credited with its own part of the reward, minus the logarithm of its own
-   latency, or with ``common_credit`` for minus the logarithm of the mean latency of all requests.
+ * Environments of a group have the same requests: the mean of their rewards is the baseline of the
+   advantage, and there is no critic.
+ * A server's heights are credited with minus the logarithm of its own latency, or with
+   ``common_credit`` of the mean latency of all requests.
  * A table of one number for each (server, layer) is added to the network's output. It belongs to
    the cluster of the training; elsewhere the network acts without it.
 
-``mappo_placement`` differs: every server is an agent of PettingZoo's environment, with its own
-observation and its own credit. ``python agents/ppo_placement.py --help`` lists the options.
+``mappo_placement`` differs: every server is an agent with its own observation and credit.
 """
 
 from __future__ import annotations

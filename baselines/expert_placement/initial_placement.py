@@ -1,10 +1,8 @@
 """One placement for all times: annealed by estimated latency, chosen and refined by simulation.
 
-The candidates are simple placements and some annealed by an estimate with a queue at every link and
-several factors on what messages wait there. Each serves the same recorded requests in the
-simulator, and the fastest is taken. Then layers of it are exchanged two by two, as long as that
-gains. Nothing of the episode to come is used: prompts and task shares are those that an operator
-has recorded.
+The candidates, simple placements and annealed ones, serve the same recorded requests in the
+simulator; layers of the fastest are then exchanged two by two, as long as that gains. Prompts and
+task shares are those that an operator has recorded: nothing of the episode to come is used.
 """
 
 from __future__ import annotations

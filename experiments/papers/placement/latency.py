@@ -1,10 +1,4 @@
-"""Latency of placements on the paper's testbed: Tables I and II, Fig. 5 and Fig. 6 of Prism.
-
-``table1`` compares servers that fetch experts on their own with servers that share them; ``table2``
-runs every policy on both models and both workloads; ``fig5`` sends single requests through layers
-of which a given share of experts is remote; ``fig6`` follows the share of work that is served where
-it arrives.
-"""
+"""Latency of placements on the paper's testbed: Tables I and II, Fig. 5 and Fig. 6 of Prism."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Migration when the requests change: Fig. 7 of Prism.
 
-Every server gets 200 requests of the longer workload and then 200 of the shorter one. The first
-placement knows the counts of all servers pooled; from then on it stays, or is planned again every
-five minutes and changed when Eq. 4 says so. A placement that never moves either, but was planned
-for each server's requests of both phases, says how much of that is moving and how much knowing
-which server has which requests.
+Every server gets 200 requests of the longer workload, then 200 of the shorter one. The first
+placement knows the counts of all servers pooled; then it stays, or is planned anew every five
+minutes. One that stays and knows both phases tells what moving gains from what knowing gains.
 """
 
 from __future__ import annotations
