@@ -387,7 +387,9 @@ OFFLOAD = {"serving": "offload"}
 TOY_TASKS = ("task0", "task1")
 
 
-def per(shape: tuple[int, ...], least: float, open_low: bool, *bad: Any, **more: Any):
+def per(
+    shape: tuple[int, ...], least: float, open_low: bool, *bad: Any, optional=False, **more: Any
+):
     """A number, or an array of a shape; episodes run with those from `least` on."""
 
     def filled(value: Any) -> Any:
@@ -403,7 +405,8 @@ def per(shape: tuple[int, ...], least: float, open_low: bool, *bad: Any, **more:
     wrong += [filled(x) for x in ("1", None, float("nan"), float("inf"), -1.0, True, HUGE, [1.0])]
     allowed = ["half"] if least <= 2.5 else []
     allowed += [] if open_low else ["zero"]
-    return Argument(one | array, junk(*allowed) | st.sampled_from(wrong), **more)
+    valid, allowed = _optional(one | array, allowed, optional)
+    return Argument(valid, junk(*allowed) | st.sampled_from(wrong), **more)
 
 
 PLACEMENT: dict[str, Any] = {
