@@ -1,19 +1,16 @@
 """Multi-agent PPO for expert placement, from random weights: every server is an agent.
 
-The servers of PettingZoo's parallel environment place their experts, then traffic is served
-(`servegym.envs.expert_placement.config.LEARNING`), so that an episode is one decision: a bandit of
-several players. A server reads its own observation alone and gives each of its layers a height
-(``action_mode="layer_height"``); it is paid minus the logarithm of its own latency, though the
-others' placements decide that too. The servers share one network and have a table each, of one
-number for each layer, that belongs to the cluster of the training.
+An episode is one decision (`servegym.envs.expert_placement.config.LEARNING`), a bandit of several
+players: a server of PettingZoo's environment reads its own observation alone, gives each of its
+layers a height, and is paid minus the logarithm of its own latency, though the others' placements
+decide that too. The servers share one network and have a table each, of one number for each layer,
+that belongs to the cluster of the training.
 
 The baseline of a server is the mean of what it was paid for the placements with the same requests.
 MAPPO's central critic (Yu et al., NeurIPS 2022, "The surprising effectiveness of PPO in cooperative
-multi-agent games") reads the state, and the requests to come, which are most of what it would have
-to predict, are not in there.
+multi-agent games") reads the state, which does not have what decides most, the requests to come.
 
-``ppo_placement`` differs: one controller sees all servers, and may credit them with the mean of
-their rewards. ``python agents/mappo_placement.py --help`` lists the options.
+``ppo_placement`` differs: one controller sees all servers.
 """
 
 from __future__ import annotations
@@ -49,7 +46,8 @@ from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_inte
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
-from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv, parallel_env
+from servegym.envs.expert_placement.pettingzoo_env import parallel_env
+from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
 
 @dataclass
@@ -86,8 +84,6 @@ class Args(RunArgs):
     """placements between evaluations on the validation split"""
     eval_episodes: int = 2
     """episodes per evaluation"""
-    shuffle_rewards: bool = False
-    """control: deal rewards out to other placements, so that nothing can be learnt"""
 
 
 ENV_ID = "servegym/ExpertPlacement-v0"
@@ -152,33 +148,13 @@ def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str
     return {"migrate": first.astype(np.int64), "plan": result}
 
 
-def play(
-    env: ExpertPlacementParallelEnv, observations: Mapping[str, Any], plans: Any, migrate: int
-) -> Any:
-    """One step with a plan (L,) for every server."""
-    return env.step(
-        {agent: {"migrate": migrate, "plan": plans[n]} for n, agent in enumerate(observations)}
-    )
-
-
-def own_counts(observations: Mapping[str, Any]) -> np.ndarray:
-    """The counts (N, L, E) that the servers see, each its own."""
-    return np.stack([obs["counts"] for obs in observations.values()])
-
-
-def evaluate(agent: Agent, args: Args, env: ExpertPlacementParallelEnv) -> dict[str, float]:
-    """Mean latency (seconds) of the mean outputs on validation episodes of full length."""
-    latency = []
-    for episode in range(args.eval_episodes):
-        observations, infos = env.reset(seed=10_000 + episode)
-        with torch.no_grad():
-            plans = plan(agent(features(own_counts(observations)[None])), args)[0]
-        migrate = 1
-        while env.agents:
-            observations, _, _, _, infos = play(env, observations, plans, migrate)
-            migrate = 0
-        latency.append(next(iter(infos.values()))["episode_kpis"]["mean_latency_s"])
-    return {"eval/mean_latency_s": float(np.mean(latency))}
+def evaluate(agent: Agent, args: Args, envs: ExpertPlacementVectorEnv) -> float:
+    """Mean latency (seconds) of the mean outputs on an episode of each single environment."""
+    observation, _ = envs.reset(seed=10_000)
+    ended, info = np.zeros(1, bool), {}
+    while not ended.any():
+        observation, _, ended, _, info = envs.step(greedy(agent, args, observation))
+    return float(np.mean(info["episode_kpis"]["mean_latency_s"]))
 
 
 @saves_when_interrupted
@@ -193,19 +169,20 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     env = parallel_env(**(settings | LEARNING | {"epoch_s": args.traffic_s}))
-    validation = parallel_env(**(LEARNING | {"epochs": 12} | settings | {"split": "val"}))
+    whole: dict[str, Any] = {"epochs": 12} | settings | {"split": "val"}
+    validation = ExpertPlacementVectorEnv(
+        args.eval_episodes, autoreset_mode="Disabled", **(LEARNING | whole)
+    )
     servers, layers = env.problem.cluster.num_servers, env.problem.cluster.layers
     agent = Agent(args.width, servers, layers)
-    shared = [p for name, p in agent.named_parameters() if name != "table"]
     optimizer = torch.optim.Adam(
         [
-            {"params": shared, "first_lr": args.learning_rate},
+            {"params": agent.actor.parameters(), "first_lr": args.learning_rate},
             {"params": [agent.table], "first_lr": args.table_learning_rate},
         ],
         eps=1e-5,
     )
-    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
-    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **validation_kwargs)
+    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **whole)
     rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "mappo_placement",
@@ -222,6 +199,7 @@ def train(args: Args) -> Path:
     logprobs, rewards = torch.zeros(2, n, servers)
     latency = np.zeros(n)
     log = RunLog(args, "mappo_placement", ENV_ID, settings)
+    log.save = partial(write_checkpoint, agent, meta)
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}
     update, best_score = log.restore(parts, (0, -np.inf))
 
@@ -229,12 +207,11 @@ def train(args: Args) -> Path:
         # Evaluate, first of all the random weights.
         step = update * n
         log.snapshot(step, parts, (update, best_score))
-        log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
-            metrics = evaluate(agent, args, validation)
-            result = metrics["eval/mean_latency_s"]
+            result = evaluate(agent, args, validation)
+            metrics["eval/mean_latency_s"] = result
             log.say_score(step, "mean latency in seconds", result, rule)
             best_score = save_best_and_last(log.save, args, log.run, -result, best_score)
         metrics["charts/SPS"] = log.advance(step)
@@ -250,16 +227,16 @@ def train(args: Args) -> Path:
         seeds = np.repeat(rng.integers(1 << 30, size=n // args.group_size), args.group_size)
         for k, seed in enumerate(seeds.tolist()):
             observations, _ = env.reset(seed=seed)
-            obs[k] = features(own_counts(observations))
+            obs[k] = features(np.stack([seen["counts"] for seen in observations.values()]))
             with torch.no_grad():
                 policy = torch.distributions.Normal(agent(obs[k : k + 1])[0], std)
                 outputs[k] = policy.sample()
                 logprobs[k] = policy.log_prob(outputs[k]).sum(-1)
-            _, reward, _, _, infos = play(env, observations, plan(outputs[k], args), 1)
+            plans = zip(observations, plan(outputs[k], args), strict=True)
+            actions = {server: {"migrate": 1, "plan": heights} for server, heights in plans}
+            _, reward, _, _, infos = env.step(actions)
             rewards[k] = torch.tensor(list(reward.values()))
             latency[k] = next(iter(infos.values()))["episode_kpis"]["mean_latency_s"]
-        if args.shuffle_rewards:
-            rewards = rewards[torch.as_tensor(rng.permutation(n))]
         grouped = rewards.view(-1, args.group_size, servers)
         advantages = grouped - grouped.mean(1, keepdim=True)
         advantages = (advantages / (advantages.std() + 1e-8)).view(n, servers)
@@ -280,17 +257,14 @@ def train(args: Args) -> Path:
                 policy_loss = loss.item()
                 approx_kl = (ratio - 1 - logratio).mean().item()
         update += 1
-        log.write(
-            step,
-            metrics
-            | {
-                "charts/episodic_return": rewards.sum(1).mean().item(),
-                "charts/mean_latency_s": float(latency.mean()),
-                "charts/std": std,
-                "losses/policy_loss": policy_loss,
-                "losses/approx_kl": approx_kl,
-            },
-        )
+        metrics |= {
+            "charts/episodic_return": rewards.sum(1).mean().item(),
+            "charts/mean_latency_s": float(latency.mean()),
+            "charts/std": std,
+            "losses/policy_loss": policy_loss,
+            "losses/approx_kl": approx_kl,
+        }
+        log.write(step, metrics)
     return log.run
 
 

@@ -1,37 +1,32 @@
 """Proximal policy optimisation for expert placement, from random weights: one controller for all.
 
-An episode is one decision: the experts are placed, then traffic is served
-(`servegym.envs.expert_placement.config.LEARNING`). That is a contextual bandit, and this is PPO for
-one: there is no return to estimate beyond the reward, hence no discount. The network gives every
-(server, layer) a height, a Gaussian around it is the policy (``action_mode="layer_height"``), and
-the placement that it learns is kept for the whole of longer episodes.
+An episode is one decision (`servegym.envs.expert_placement.config.LEARNING`), a contextual bandit:
+there is no return beyond the reward, hence no discount. The network gives every (server, layer) a
+height, a Gaussian around it is the policy (``action_mode="layer_height"``).
 
- * Environments of a group have the same requests and differ by the actions alone, so that the mean
-   of a group's rewards is the baseline of the advantage; there is no critic.
- * A server's heights are credited with its own part of the reward, minus the logarithm of its own
-   latency, or with ``common_credit`` for minus the logarithm of the mean latency of all requests.
+ * Environments of a group have the same requests: the mean of their rewards is the baseline of the
+   advantage, and there is no critic.
+ * A server's heights are credited with minus the logarithm of its own latency, or with
+   ``common_credit`` of the mean latency of all requests.
  * A table of one number for each (server, layer) is added to the network's output. It belongs to
    the cluster of the training; elsewhere the network acts without it.
 
-``mappo_placement`` differs: every server is an agent of PettingZoo's environment, with its own
-observation and its own credit. ``python agents/ppo_placement.py --help`` lists the options.
+``mappo_placement`` differs: every server is an agent with its own observation and credit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from servegym._command_line import parse_settings
 from servegym.agents.lib.arguments import (
     Positive,
     PositiveShare,
@@ -52,15 +47,13 @@ from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_inte
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
-from servegym.envs.expert_placement.env import ExpertPlacementEnv
+from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
 
 @dataclass
 class Args(RunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/ExpertPlacement-v0"
-    """the environment"""
     set: tuple[str, ...] = ("scenario=edge_hetero",)
     """environment arguments, key=value with a JSON value, as in scenario=paper_testbed"""
     total_timesteps: int = 6_400
@@ -93,10 +86,9 @@ class Args(RunArgs):
     """placements between evaluations on the validation split"""
     eval_episodes: int = 2
     """episodes per evaluation"""
-    shuffle_rewards: bool = False
-    """control: deal rewards out to other environments, so that nothing can be learnt"""
 
 
+ENV_ID = "servegym/ExpertPlacement-v0"
 NUM_MINIBATCHES, MAX_GRAD_NORM = 2, 0.5
 MASS_AT = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 3 / 4)
 """Shares of a layer's experts, the most frequent first, whose cumulative mass is a feature."""
@@ -134,7 +126,7 @@ def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
 class Agent(nn.Module):
     """One network for every server and layer, and the table."""
 
-    def __init__(self, width: int, table: tuple[int, ...]) -> None:
+    def __init__(self, width: int, table: Sequence[int]) -> None:
         super().__init__()
         self.net = nn.Sequential(
             linear(COLUMNS, width),
@@ -143,7 +135,7 @@ class Agent(nn.Module):
             nn.Tanh(),
             linear(width, 1, 0.01),
         )
-        self.table: Tensor | None = nn.Parameter(torch.zeros(table))
+        self.table: Tensor | None = nn.Parameter(torch.zeros(*table))
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean outputs (B, N, L) of features (B, N, L, COLUMNS)."""
@@ -165,27 +157,13 @@ def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str
     return result | {"migrate": first.astype(np.int64)}
 
 
-def make_envs(args: Args, num_envs: int, **overrides: Any) -> Any:
-    """The native vector environment; whole episodes are run."""
-    return gym.make_vec(
-        args.env_id,
-        num_envs=num_envs,
-        vectorization_mode="vector_entry_point",
-        autoreset_mode=gym.vector.AutoresetMode.DISABLED,
-        **(LEARNING | parse_settings(args.set) | overrides),
-    )
-
-
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Mean latency (seconds) of the mean outputs on validation episodes of full length."""
-    epochs = parse_settings(args.set).get("epochs", 12)
-    envs = make_envs(args, args.eval_episodes, split="val", epochs=epochs)
+def evaluate(agent: Agent, args: Args, envs: ExpertPlacementVectorEnv) -> float:
+    """Mean latency (seconds) of the mean outputs on an episode of each environment."""
     observation, _ = envs.reset(seed=10_000)
     ended, info = np.zeros(1, bool), {}
     while not ended.any():
         observation, _, ended, _, info = envs.step(greedy(agent, args, observation))
-    envs.close()
-    return {"eval/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"]))}
+    return float(np.mean(info["episode_kpis"]["mean_latency_s"]))
 
 
 @saves_when_interrupted
@@ -199,9 +177,13 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    envs = make_envs(args, args.num_envs, epochs=1, epoch_s=args.traffic_s)
-    problem = ExpertPlacementEnv.make_problem(settings)
-    servers, layers = problem.cluster.num_servers, problem.cluster.layers
+    training: dict[str, Any] = LEARNING | settings | {"epochs": 1, "epoch_s": args.traffic_s}
+    envs = ExpertPlacementVectorEnv(args.num_envs, autoreset_mode="Disabled", **training)
+    whole: dict[str, Any] = {"epochs": 12} | settings | {"split": "val"}
+    validation = ExpertPlacementVectorEnv(
+        args.eval_episodes, autoreset_mode="Disabled", **(LEARNING | whole)
+    )
+    servers, layers = envs.problem.cluster.num_servers, envs.problem.cluster.layers
     if servers > 16:
         raise ValueError(f"set: a cluster of {servers} servers; up to 16 have rewards of their own")
     agent = Agent(args.width, (servers, layers))
@@ -212,18 +194,18 @@ def train(args: Args) -> Path:
         ],
         eps=1e-5,
     )
-    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
-    played = play_rule(args.env_id, args.eval_episodes, 10_000, **validation_kwargs)
+    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **whole)
     rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "ppo_placement",
         "args": json.dumps(asdict(args)),
         "shape": json.dumps({"width": args.width, "table": [servers, layers]}),
-        "setting": PlacementSystem.from_problem(problem).setting,
+        "setting": PlacementSystem.from_problem(envs.problem).setting,
     }
     n, groups = args.num_envs, args.num_envs // args.group_size
     num_updates = -(-args.total_timesteps // n)
-    log = RunLog(args, "ppo_placement", args.env_id, settings)
+    log = RunLog(args, "ppo_placement", ENV_ID, settings)
+    log.save = partial(write_checkpoint, agent, meta)
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}
     update, best_score = log.restore(parts, (0, -np.inf))
 
@@ -231,12 +213,11 @@ def train(args: Args) -> Path:
         # Evaluate, first of all the random weights.
         step = update * n
         log.snapshot(step, parts, (update, best_score))
-        log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
-            metrics = evaluate(agent, args)
-            latency = metrics["eval/mean_latency_s"]
+            latency = evaluate(agent, args, validation)
+            metrics["eval/mean_latency_s"] = latency
             log.say_score(step, "mean latency in seconds", latency, rule)
             best_score = save_best_and_last(log.save, args, log.run, -latency, best_score)
         metrics["charts/SPS"] = log.advance(step)
@@ -249,7 +230,7 @@ def train(args: Args) -> Path:
         std = args.std_last + left * (args.std_first - args.std_last)
 
         # One placement and its traffic in every environment.
-        seeds = np.repeat(rng.integers(1 << 30, size=groups), args.group_size)
+        seeds: Any = np.repeat(rng.integers(1 << 30, size=groups), args.group_size)
         observation, _ = envs.reset(seed=seeds.tolist())
         with torch.no_grad():
             x = features(observation)
@@ -260,9 +241,6 @@ def train(args: Args) -> Path:
         terms = info["reward_terms"]
         local = np.stack([terms[f"log_latency_server_{k}"] for k in range(servers)], axis=1)
         common = -np.log(info["episode_kpis"]["mean_latency_s"])[:, None]
-        if args.shuffle_rewards:
-            order = rng.permutation(n)
-            local, common = local[order], common[order]
         advantages = torch.zeros(n, servers)
         for credit, part in ((local, 1 - args.common_credit), (common, args.common_credit)):
             grouped = torch.as_tensor(credit, dtype=torch.float32).view(groups, args.group_size, -1)
@@ -285,25 +263,21 @@ def train(args: Args) -> Path:
                 policy_loss = loss.item()
                 approx_kl = (ratio - 1 - logratio).mean().item()
         update += 1
-        log.write(
-            step,
-            metrics
-            | {
-                "charts/episodic_return": float(np.mean(reward)),
-                "charts/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"])),
-                "charts/std": std,
-                "losses/policy_loss": policy_loss,
-                "losses/approx_kl": approx_kl,
-            },
-        )
-    envs.close()
+        metrics |= {
+            "charts/episodic_return": float(np.mean(reward)),
+            "charts/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"])),
+            "charts/std": std,
+            "losses/policy_loss": policy_loss,
+            "losses/approx_kl": approx_kl,
+        }
+        log.write(step, metrics)
     return log.run
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args, shape = saved_args(Args, json_field(meta, "args")), json_field(meta, "shape")
-    net = Agent(shape["width"], tuple(shape["table"]))
+    net = Agent(**shape)
     net.load_state_dict(weights)
     if system is not None and system.setting != meta["setting"]:
         net.table = None

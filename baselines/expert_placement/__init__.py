@@ -14,7 +14,7 @@ from servegym.baselines.expert_placement.policies import (
     MoeInfinity,
     RandomPlacement,
 )
-from servegym.baselines.expert_placement.prism import prism
+from servegym.baselines.expert_placement.prism import prism, prism_printed
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import register_policy
 
@@ -29,16 +29,14 @@ _POLICIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "eplb": (CountsPlacement, {"place": eplb}),
     "eplb_global": (CountsPlacement, {"place": eplb_global}),
     "prism": (CountsPlacement, {"place": prism}),
-    "prism_printed": (CountsPlacement, {"place": policies.printed_or_none}),
+    "prism_printed": (CountsPlacement, {"place": prism_printed}),
     "whole_layer": (CountsPlacement, {"place": heuristics.whole_layer, "static": True}),
     "forward": (
         CountsPlacement,
         {"place": heuristics.layer_chains, "static": True, "execution": "forward"},
     ),
-    "latency_dp": (policies.LatencyDp, {}),
     "proxy_optimum": (CountsPlacement, {"place": proxy_optimum}),
     "best_start": (policies.BestStart, {}),
-    "latency_local_search": (policies.LatencyLocalSearch, {}),
     "moe_infinity": (MoeInfinity, {}),
     "moe_infinity_lb": (MoeInfinity, {"router": "fewest_requests"}),
     "lfu_caches": (MoeInfinity, {"cache": "lfu", "router": "least_load_per_gpu"}),
@@ -59,12 +57,8 @@ _DESCRIPTIONS = {
     "forward": (
         "whole layers in chains of servers, on which hidden states move on; never moves experts"
     ),
-    "latency_dp": "layer budgets by exact knapsack over latency estimated from whole tokens",
     "proxy_optimum": "fewest remote assignments for the counts seen (exact Eq. 2)",
     "best_start": "one placement for all times: annealed, chosen and refined by simulation",
-    "latency_local_search": (
-        "the best of the others improved step by step, measured by the simulator"
-    ),
     "moe_infinity": "no placement: each server caches experts on its GPUs and fetches the others",
     "moe_infinity_lb": "moe_infinity with requests redirected to the server that serves fewest",
     "lfu_caches": (

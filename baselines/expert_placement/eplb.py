@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.expert_placement.feasibility import Bools, Floats, Ints, check_instance
+from servegym.baselines.expert_placement.feasibility import Bools, Floats, Ints, as_instance
 from servegym.baselines.expert_placement.kernel import balancing
 
 
@@ -35,7 +35,7 @@ def eplb_global(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> B
     Each GPU's slots are split evenly over the layers. Invariants: never two copies of an expert on
     one GPU; sees only the sum of the counts over servers.
     """
-    f, room, _, _ = check_instance(counts, slots, gpu_server)
+    f, room, _, _ = as_instance(counts, slots, gpu_server)
     quota = layer_quotas(room, *f.shape[1:])
     everywhere = np.zeros(f.shape[1:], dtype=np.int64)
     on = balancing.balance_layers(f.sum(axis=0), quota, np.zeros_like(room), everywhere)
@@ -53,7 +53,7 @@ def eplb(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     Invariants: never two copies of an expert on one GPU; sees only the sum of the counts over
     servers.
     """
-    f, room, home, _ = check_instance(counts, slots, gpu_server)
+    f, room, home, _ = as_instance(counts, slots, gpu_server)
     servers, layers, experts = f.shape
     loads = f.sum(axis=0)
     quota = layer_quotas(room, layers, experts)

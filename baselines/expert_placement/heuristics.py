@@ -1,6 +1,6 @@
 """Placements of a few lines: uniform, redundance, SmartMoE's balance, whole layers, chains.
 
-Arguments, results and errors are those of `feasibility`; ``seed`` is that of a random placement.
+Arguments and results are those of `feasibility`; ``seed`` is that of a random placement.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from servegym.baselines.expert_placement.feasibility import (
     Bools,
     Floats,
     Ints,
+    as_instance,
     assign_gpus,
-    check_instance,
     fill_slots,
 )
 
@@ -45,7 +45,7 @@ def uniform(
     Invariants: blind to the counts; of a layer, two GPUs that are not full have the same number or
     one more.
     """
-    f, room, _, _ = check_instance(counts, slots, gpu_server)
+    f, room, _, _ = as_instance(counts, slots, gpu_server)
     return _deal(f, room, np.random.default_rng(seed))
 
 
@@ -66,7 +66,7 @@ def redundance(
     Invariants: blind to the counts; a superset of `uniform` with the same seed; every GPU full, or
     with all experts.
     """
-    f, room, _, _ = check_instance(counts, slots, gpu_server)
+    f, room, _, _ = as_instance(counts, slots, gpu_server)
     rng = np.random.default_rng(seed)
     z = _deal(f, room, rng)
     for g in range(room.size):
@@ -85,7 +85,7 @@ def smartmoe(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bool
 
     Invariants: every expert once; sees only the sum of the counts over servers.
     """
-    f, room, _, _ = check_instance(counts, slots, gpu_server)
+    f, room, _, _ = as_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape
     total = f.sum(axis=0)
     quota = even_quotas(layers, experts, room)
@@ -110,7 +110,7 @@ def whole_layer(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> B
     Invariants: every server's slots used up, one copy of an expert a server; which layers are whole
     does not depend on the counts.
     """
-    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    f, room, home, cap = as_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape
     view = np.zeros(f.shape, dtype=np.bool_)
     turn = 0
@@ -140,7 +140,7 @@ def layer_chains(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> 
     Invariants: every server's slots used up, one copy of an expert a server; which layers are whole
     does not depend on the counts.
     """
-    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    f, room, home, cap = as_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape
     size = np.minimum(cap // experts, layers)
     view = np.zeros(f.shape, dtype=np.bool_)

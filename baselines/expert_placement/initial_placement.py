@@ -1,24 +1,22 @@
 """One placement for all times: annealed by estimated latency, chosen and refined by simulation.
 
-The candidates are simple placements and some annealed by an estimate with a queue at every link and
-several factors on what messages wait there. Each serves the same recorded requests in the
-simulator, and the fastest is taken. Then layers of it are exchanged two by two, as long as that
-gains. Nothing of the episode to come is used: prompts and task shares are those that an operator
-has recorded.
+The candidates, simple placements and annealed ones, serve the same recorded requests in the
+simulator; layers of the fastest are then exchanged two by two, as long as that gains. Prompts and
+task shares are those that an operator has recorded: nothing of the episode to come is used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from servegym.baselines.expert_placement.feasibility import Bools, assign_gpus
+from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus
 from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.kernel import link_queues as kernel
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
-from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
+from servegym.envs.expert_placement.simulator import Requests, Simulator
 from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 if TYPE_CHECKING:
@@ -35,6 +33,8 @@ REQUESTS, SHORT = 2000, 300
 """Requests that every candidate serves, and those of every exchange; more for many servers."""
 MOST_SERVERS = 8
 """Larger clusters start from a heuristic: their estimate takes too long."""
+TOKENS = 256
+"""Recorded tokens of each server that the estimate looks at."""
 HOT, COLD = 0.1, 3e-4
 """First and last temperature of the annealing, seconds."""
 
@@ -42,33 +42,26 @@ HOT, COLD = 0.1, 3e-4
 class LinkQueueModel:
     """An estimate of the latency of a cluster that serves its usual tasks.
 
-    Where `layer_costs` adds up over servers and layers, here each missing expert is called at the
-    nearest server that holds it, and every link is a queue: the activations of a long prompt hold
-    up the short messages of all decode steps behind them. How much is a factor that the estimate
-    cannot know; `best_start` tries several by simulation.
-
-    Args:
-        system: Cluster, recorded prompts and load.
-        tokens: Tokens of each server to look at.
-        seed: Of their draw.
+    Each missing expert is called at the nearest server that holds it, and every link is a queue:
+    the activations of a long prompt hold up the short messages of all decode steps behind them. How
+    much is a factor that the estimate cannot know; `best_start` tries several by simulation.
 
     Attributes:
         counts: (N, L, E) mean assignments of a request of each server.
+        tables: What the kernel reads, of `TOKENS` drawn tokens of each server.
     """
 
-    def __init__(self, system: PlacementSystem, *, tokens: int = 256, seed: int = 0) -> None:
-        if tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {tokens!r}")
+    def __init__(self, system: PlacementSystem, seed: int = 0) -> None:
         c, prompts, shares = system.cluster, system.prompts, system.long_run_shares
         random = np.random.default_rng(seed)
-        decodes = max(system.output_tokens - 1.0, 0.0)
+        decodes = float(np.mean(system.arguments.output_range)) - 1.0
         tables = [prompts.counts[of_task] for of_task in system.task_prompts]
         lengths = [prompts.tokens[of_task].astype(np.float64) for of_task in system.task_prompts]
         length = np.array([[x.mean(), (x**2).mean()] for x in lengths])
         rows, counts = [], []
         for share in shares:
             drawn = []
-            for t in random.choice(len(share), tokens, p=share):
+            for t in random.choice(len(share), TOKENS, p=share):
                 prompt = random.choice(system.task_prompts[t])
                 drawn.append(random.integers(*prompts.bank_start[prompt : prompt + 2]))
             rows.append(prompts.bank[drawn].T)
@@ -95,25 +88,51 @@ class LinkQueueModel:
             per_expert=c.messages == "per_expert",
         )
 
-    def cost(self, view: Bools, wait: float) -> float:
-        """Estimated seconds that remote experts add to a request.
-
-        Args:
-            view: (N, L, E), covered.
-            wait: Factor on the waiting time of a queue with random arrivals.
-        """
-        masks = bit_sets(view)
-        servers, layers = masks.shape
-        calls = np.zeros((servers, layers, servers), kernel.CALLS)
-        for n, layer in np.ndindex(servers, layers):
-            kernel.remote_calls(self.tables, n, layer, masks, calls[n, layer])
-        return float(kernel.estimate(self.tables, calls, wait))
-
     def anneal(self, start: Bools, wait: float, steps: int, seed: int) -> Bools:
         """Improve a covered server view (N, L, E), see `kernel.link_queues.anneal`."""
         masks = bit_sets(start)
         kernel.anneal(self.tables, masks, wait, steps, HOT, COLD, seed)
         return set_bits(masks, self.experts)
+
+
+class SimulatedLatency:
+    """The engine on one fixed list of recorded requests, the same for every placement.
+
+    Args:
+        system: Cluster, recorded prompts, load and the long run's shares of the tasks.
+        counts: (N, L, E) by which the experts of a server go to its GPUs.
+        number: Requests of all servers; ten for each of them at least.
+        seed: Of the draw.
+    """
+
+    def __init__(self, system: PlacementSystem, counts: Floats, number: int, seed: int) -> None:
+        servers, tasks = system.long_run_shares.shape
+        number = max(number, 10 * servers)
+        rng = np.random.default_rng(seed)
+        rate = 1.0 / system.interarrival_s
+        home = rng.choice(servers, number, p=rate / rate.sum())
+        bounds = np.cumsum(system.long_run_shares, axis=1)
+        draws = rng.random(number) * bounds[home, -1]
+        task = np.minimum((draws[:, None] >= bounds[home]).sum(axis=1), tasks - 1)
+        at = rng.random(number)
+        of_task = [system.task_prompts[t] for t in task]
+        low, high = system.arguments.output_range
+        self.requests = Requests(
+            home=home,
+            arrival=np.cumsum(rng.exponential(1.0 / rate.sum(), number)),
+            prompt=np.array([p[int(x * len(p))] for p, x in zip(of_task, at, strict=True)]),
+            outputs=rng.integers(low, high + 1, number),
+            offset=rng.integers(0, 1 << 16, number),
+        )
+        self.cluster, self.counts = system.cluster, counts
+        self.simulator = Simulator(system.cluster, system.prompts, **system.simulator_options)
+
+    def seconds(self, view: Bools) -> float:
+        """Mean seconds from arrival to the last token with experts (N, L, E) on the servers."""
+        z = assign_gpus(view, self.counts, self.cluster.slots, self.cluster.gpu_server)
+        self.simulator.begin(self.requests, z)
+        self.simulator.run()
+        return float(self.simulator.latencies().mean())
 
 
 def best_start(
@@ -133,13 +152,9 @@ def best_start(
     c = system.cluster
     if steps is None:
         steps = min(MOST_STEPS, STEPS_EACH * c.num_servers * c.layers * c.experts)
-    model = LinkQueueModel(system, seed=seed)
+    model = LinkQueueModel(system, seed)
     draw = np.random.default_rng([seed, 1]).integers(1 << 31, size=2)
-    objective = _objective(system, REQUESTS, int(draw[0]))
-
-    def seconds(view: Bools) -> float:
-        return _simulate(objective, system, model.counts, view)
-
+    seconds = SimulatedLatency(system, model.counts, REQUESTS, int(draw[0])).seconds
     views = [c.server_view(f(model.counts, c.slots, c.gpu_server)) for f in HEURISTICS]
     best = min(views, key=seconds)
     if c.num_servers <= MOST_SERVERS:
@@ -148,47 +163,28 @@ def best_start(
             model.anneal(best, wait, steps, seed + k) for wait in WAITS for k in range(tries)
         ]
         best = min(starts, key=seconds)
-    short = _objective(system, SHORT, int(draw[1]))
-    return climb(short, system, best, model.counts, swaps, seed)
+    short = SimulatedLatency(system, model.counts, SHORT, int(draw[1]))
+    return climb(short, best, swaps, seed)
 
 
-def _objective(system: PlacementSystem, requests: int, seed: int) -> SimulatedLatency:
-    number = max(requests, 10 * system.cluster.num_servers)
-    return SimulatedLatency(system, system.long_run_shares, number, seed=seed)
-
-
-def _simulate(
-    objective: SimulatedLatency, system: PlacementSystem, counts: Any, view: Bools
-) -> float:
-    return objective.latency_s(assign_gpus(view, counts, system.slots, system.gpu_server))
-
-
-def climb(
-    objective: SimulatedLatency,
-    system: PlacementSystem,
-    view: Bools,
-    counts: Any,
-    swaps: int,
-    seed: int,
-) -> Bools:
+def climb(objective: SimulatedLatency, view: Bools, swaps: int, seed: int) -> Bools:
     """Exchange layers of a placement two by two where that is faster in the simulator.
 
-    Two layers change places at all servers: who holds how many experts of them, the most used first
-    by ``counts`` (N, L, E). ``swaps`` exchanges of ``view`` (N, L, E), covered, are tried on the
-    same requests.
+    Two layers change places at all servers: who holds how many experts of them, the most used
+    first. ``swaps`` exchanges of ``view`` (N, L, E), covered, are tried on the same requests.
     """
     layers = view.shape[1]
     if swaps < 1 or layers < 2:
         return view
     random = np.random.default_rng([seed, 2])
-    order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
-    least = _simulate(objective, system, counts, view)
+    order = np.argsort(-objective.counts.sum(axis=0), axis=1, kind="stable")
+    least = objective.seconds(view)
     for _ in range(swaps):
         a, b = random.choice(layers, 2, replace=False)
         new = view.copy()
         new[:, a, order[a]] = view[:, b, order[b]]
         new[:, b, order[b]] = view[:, a, order[a]]
-        seconds = _simulate(objective, system, counts, new)
+        seconds = objective.seconds(new)
         if seconds < least:
             view, least = new, seconds
     return view

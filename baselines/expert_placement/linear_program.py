@@ -9,8 +9,8 @@ from scipy.sparse import csr_array, vstack
 
 from servegym.baselines.expert_placement.feasibility import (
     Bools,
+    as_instance,
     assign_gpus,
-    check_instance,
     fill_slots,
 )
 
@@ -25,7 +25,7 @@ def proxy_optimum(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) ->
     Invariants: no feasible placement has a smaller Eq. 2; every server's slots used up, one copy of
     an expert a server.
     """
-    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    f, room, home, cap = as_instance(counts, slots, gpu_server)
     servers, layers, experts = f.shape
     size = layers * experts
     # Scaled to about 1, where the solver's absolute tolerances belong.

@@ -1,44 +1,23 @@
 """The placement algorithms as policies: plan every epoch, migrate if that pays by Eq. 4.
 
 Every row of a batch is planned from its own observation only. The first plan of an episode is
-carried out at once where the environment makes that free; later ones are weighed by Eq. 4, in which
-policies that search put their own estimate for C.
+carried out at once where the environment makes that free; later ones are weighed by Eq. 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.baselines.expert_placement.feasibility import Bools, Floats, Ints, assign_gpus
-from servegym.baselines.expert_placement.heuristics import whole_layer
+from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus
 from servegym.baselines.expert_placement.initial_placement import SWAPS, TRIES, best_start
-from servegym.baselines.expert_placement.latency_search import latency_dp
-from servegym.baselines.expert_placement.linear_program import proxy_optimum
-from servegym.baselines.expert_placement.prism import prism, prism_printed
-from servegym.baselines.expert_placement.simulation_search import (
-    SimulatedLatency,
-    latency_local_search,
-)
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.protocol import BasePolicy, Observation
 from servegym.envs.expert_placement.simulator import CACHES, ROUTERS
-
-
-class MigrationInputs(NamedTuple):
-    """What Eq. 4 reads besides the placements.
-
-    Attributes:
-        extra_s: (N,) mean seconds of a remote token less those of a local one.
-        window_s: Seconds over which the counts were taken.
-    """
-
-    extra_s: Floats
-    window_s: float
 
 
 class PlacementPolicy(BasePolicy):
@@ -56,41 +35,41 @@ class PlacementPolicy(BasePolicy):
     def __init__(self, system: PlacementSystem) -> None:
         self.system = system
 
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
-        """The wished placement (G, L, E) of one row, or None to keep the current one.
+    def plan(self, row: int, counts: Floats) -> Bools | None:
+        """The wished placement (G, L, E) of a row of the batch, or None to keep the current one.
 
-        Args:
-            row: Of the batch.
-            counts: (N, L, E) since the last change.
-            current: (G, L, E).
-            first: Whether it is the first decision of an episode and free.
+        ``counts`` (N, L, E) are since the last change.
         """
         raise NotImplementedError
 
-    def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
-        """C of Eq. 4: seconds that remote calls will cost until the next decision; 0 if unknown.
+    def migration_pays(
+        self, counts: Floats, current: Bools, plan: Bools, extra_s: Floats, window_s: float
+    ) -> bool:
+        """Eq. 4: whether the plan's remote calls and loads cost less until the next decision.
 
         Slots are counted by GPU and then added, and an expert on another GPU of the same server is
         local.
+
+        Args:
+            counts: (N, L, E) since the last change.
+            current: (G, L, E).
+            plan: (G, L, E).
+            extra_s: (N,) mean seconds of a remote token less those of a local one.
+            window_s: Seconds over which the counts were taken.
         """
-        if inputs.window_s <= 0:
-            return 0.0
-        system = self.system
-        view = system.cluster.server_view(placement)
-        remote = np.sum(counts, where=~view, axis=(1, 2), dtype=np.float64)
-        return float(system.arguments.epoch_s / inputs.window_s * (inputs.extra_s * remote).sum())
+        if window_s <= 0:
+            return False
+        system, cluster = self.system, self.system.cluster
 
-    def migration_s(self, current: Bools, plan: Bools) -> float:
-        """Eq. 3: seconds of loading, added over all GPUs; experts that go cost nothing."""
-        loads = (plan & ~current).sum(axis=(1, 2)) * float(self.system.cluster.expert_bytes)
-        return float((loads / self.system.load_bytes_s()).sum())
+        def remote_s(placement: Bools) -> float:
+            view = cluster.server_view(placement)
+            remote = np.sum(counts, where=~view, axis=(1, 2), dtype=np.float64)
+            return float(system.arguments.epoch_s / window_s * (extra_s * remote).sum())
 
-    def migration_pays(
-        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
-    ) -> bool:
-        """Eq. 4: whether the plan's remote calls and loads cost less."""
-        old, new = (self.cost(counts, z, inputs) for z in (current, plan))
-        return new + self.migration_s(current, plan) < old
+        # Eq. 3: seconds of loading, added over all GPUs; experts that go cost nothing.
+        loads = (plan & ~current).sum(axis=(1, 2)) * float(cluster.expert_bytes)
+        migration_s = float((loads / system.load_bytes_s()).sum())
+        return remote_s(plan) + migration_s < remote_s(current)
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
         """See `Policy.act`.
@@ -106,16 +85,14 @@ class PlacementPolicy(BasePolicy):
             if self.static and not first:
                 continue
             counts = np.asarray(observation["counts"][b], dtype=np.float64)
-            current = wished[b] > 0
-            free = first and self.system.arguments.free_start
-            wish = self.plan(b, counts, current, free)
+            wish = self.plan(b, counts)
             if wish is None:
                 continue
+            at_once = self.static or (first and self.system.arguments.free_start)
             seconds = np.asarray(observation["seconds_per_token"][b], dtype=np.float64)
-            inputs = MigrationInputs(
-                seconds[:, 1] - seconds[:, 0], float(observation["window_s"][b, 0])
-            )
-            if free or self.static or self.migration_pays(counts, current, wish, inputs):
+            window_s = float(observation["window_s"][b, 0])
+            extra_s = seconds[:, 1] - seconds[:, 0]
+            if at_once or self.migration_pays(counts, wished[b] > 0, wish, extra_s, window_s):
                 migrate[b] = 1
                 wished[b] = wish
         return {"migrate": migrate, "plan": wished}
@@ -126,10 +103,9 @@ class KeepPlacement(PlacementPolicy):
 
     name = "keep"
 
-    def act(self, observation: Observation, action_mask: Any = None) -> Any:
-        """See `PlacementPolicy.act`."""
-        plan = np.array(observation["placement"], dtype=np.int8)
-        return {"migrate": np.zeros(len(plan), dtype=np.int64), "plan": plan}
+    def plan(self, row: int, counts: Floats) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
+        return None
 
 
 class MoeInfinity(KeepPlacement):
@@ -177,16 +153,16 @@ class RandomPlacement(PlacementPolicy):
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         super().reset(num_envs, seed)
-        self._rows = row_streams(num_envs, seed)
+        # A source of chance for each row, apart from those of environments seeded alike.
+        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
+        self._rows = [np.random.default_rng(stream) for stream in streams]
 
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+    def plan(self, row: int, counts: Floats) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        seed = int(self._rows[row].integers(1 << 31))
-        return self.draw(counts, self.system.slots, self.system.gpu_server, seed=seed)
+        seed, cluster = int(self._rows[row].integers(1 << 31)), self.system.cluster
+        return self.draw(counts, cluster.slots, cluster.gpu_server, seed=seed)
 
-    def migration_pays(
-        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
-    ) -> bool:
+    def migration_pays(self, *args: Any) -> bool:
         """Always."""
         return True
 
@@ -213,40 +189,9 @@ class CountsPlacement(PlacementPolicy):
         if execution is not None:
             self.env_kwargs = MappingProxyType({**self.env_kwargs, "execution": execution})
 
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+    def plan(self, row: int, counts: Floats) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        return self.place(counts, self.system.slots, self.system.gpu_server)
-
-
-def printed_or_none(counts: Floats, slots: Ints, gpu_server: Ints) -> Bools | None:
-    """Prism as printed; None where that cannot cover every expert."""
-    try:
-        return prism_printed(counts, slots, gpu_server)
-    except ValueError:
-        return None
-
-
-def row_streams(num_envs: int, seed: int | None) -> list[np.random.Generator]:
-    """A source of chance for each row, apart from those of environments seeded alike."""
-    streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
-    return [np.random.default_rng(stream) for stream in streams]
-
-
-class LatencyDp(PlacementPolicy):
-    """Layer budgets by an exact knapsack over estimated latency, which stands for C in Eq. 4."""
-
-    name = "latency_dp"
-
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
-        """See `PlacementPolicy.plan`."""
-        self._model = self.system.layer_cost_model(counts)
-        return latency_dp(self._model, counts, self.system.slots, self.system.gpu_server)
-
-    def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
-        """C of Eq. 4 by the estimate that the plan was made with."""
-        system = self.system
-        view = system.cluster.server_view(placement)
-        return system.arguments.epoch_s * float(self._model.cost(view).sum())
+        return self.place(counts, self.system.cluster.slots, self.system.cluster.gpu_server)
 
 
 class BestStart(PlacementPolicy):
@@ -282,87 +227,11 @@ class BestStart(PlacementPolicy):
                 whole(name, value, 0)
         self._placement: Bools | None = None
 
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+    def plan(self, row: int, counts: Floats) -> Bools | None:
         """See `PlacementPolicy.plan`."""
         if self._placement is None:
-            system = self.system
+            system, cluster = self.system, self.system.cluster
             view = best_start(system, **self._search)
             long_run_counts = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
-            self._placement = assign_gpus(view, long_run_counts, system.slots, system.gpu_server)
+            self._placement = assign_gpus(view, long_run_counts, cluster.slots, cluster.gpu_server)
         return self._placement
-
-
-class LatencyLocalSearch(PlacementPolicy):
-    """The placement in use or the best of other methods, improved step by step by the simulator.
-
-    It simulates requests of the tasks that the last epoch's counts show, see
-    `simulation_search.SimulatedLatency`, and searches again when these change. A change is made if
-    an epoch with it, its loads carried out, is faster in the engine than one without.
-
-    Args:
-        system: The cluster and what is known of its load.
-        steps: Exchanges tried by a search.
-        requests: Requests simulated for each placement, at least two a server.
-        shift: Largest change of a server's task shares that starts no new search.
-    """
-
-    name = "latency_local_search"
-
-    def __init__(
-        self, system: PlacementSystem, *, steps: int = 200, requests: int = 40, shift: float = 0.25
-    ) -> None:
-        super().__init__(system)
-        self.steps = whole("steps", steps, 0)
-        self.requests = max(whole("requests", requests, 1), 2 * system.cluster.num_servers)
-        self.shift = float(shift)
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        super().reset(num_envs, seed)
-        self._rows = row_streams(num_envs, seed)
-        self._previous: list[Floats | None] = [None] * num_envs
-        self._tasks: list[Floats | None] = [None] * num_envs
-
-    def act(self, observation: Observation, action_mask: Any = None) -> Any:
-        """See `PlacementPolicy.act`."""
-        begins = np.asarray(observation["progress"])[:, 0] <= 0.0
-        for b in np.flatnonzero(begins):
-            self._previous[b] = self._tasks[b] = None
-        action = super().act(observation, action_mask)
-        for b, moved in enumerate(action["migrate"]):
-            # The counts start anew with a change, not otherwise.
-            counts = np.asarray(observation["counts"][b], dtype=np.float64)
-            self._previous[b] = None if moved else counts
-        return action
-
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
-        """See `PlacementPolicy.plan`."""
-        system, previous = self.system, self._previous[row]
-        new = counts if previous is None else np.maximum(counts - previous, 0.0)
-        self._latest = counts if new.sum() <= 0 else new
-        shares, searched = system.task_shares(self._latest), self._tasks[row]
-        if searched is not None and np.abs(shares - searched).max() <= self.shift:
-            return None
-        self._tasks[row] = shares
-        self._seed = int(self._rows[row].integers(1 << 31))
-        slots, home = system.slots, system.gpu_server
-        model = system.layer_cost_model(self._latest)
-        starts = [
-            current,
-            *(place(self._latest, slots, home) for place in (whole_layer, prism, proxy_optimum)),
-            latency_dp(model, self._latest, slots, home),
-        ]
-        objective = SimulatedLatency.of_counts(system, self._latest, self.requests, seed=self._seed)
-        search = {"steps": self.steps, "seed": self._seed}
-        wish = latency_local_search(objective, self._latest, slots, home, starts, **search)
-        return None if (wish == current).all() else wish
-
-    def migration_pays(
-        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
-    ) -> bool:
-        """Whether an epoch in the engine that begins with the change is faster than one without."""
-        arrivals = float((self.system.arguments.epoch_s / self.system.interarrival_s).sum())
-        epoch = SimulatedLatency.of_counts(
-            self.system, self._latest, max(round(arrivals), 1), seed=self._seed + 1
-        )
-        return epoch.latency_s(current, then=plan) < epoch.latency_s(current)

@@ -7,7 +7,7 @@ spent; only layers above E give experts away; a server without duplicates is pas
 `prism_printed` leaves slots unused as the print does, for comparison.
 
 Theorem 1 does not bound Algorithm 2: the algorithm has to keep layer counts and coverage, which the
-theorem's optimum does not. Arguments, results and errors are those of `feasibility`.
+theorem's optimum does not. Arguments and results are those of `feasibility`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from servegym.baselines.expert_placement.feasibility import (
     Bools,
     Floats,
     Ints,
+    as_instance,
     assign_gpus,
-    check_instance,
 )
 from servegym.envs.expert_placement.decode import layer_sizes
 
@@ -70,27 +70,29 @@ def assign_experts(c: Ints, counts: Floats) -> Bools:
     return resident
 
 
-def prism(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
+def prism(
+    counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike, *, fill: bool = True
+) -> Bools:
     """Prism's placement, Algorithms 1 and 2 corrected.
 
-    Invariants: every expert somewhere; every GPU within its slots; every server's slots used up,
-    one copy of an expert a server. Apart from the GPUs of a server, nothing changes if all counts
-    are multiplied by one number.
-    """
-    f, room, home, cap = check_instance(counts, slots, gpu_server)
-    sizes = layer_sizes(activation_entropy(f), cap, f.shape[2])
-    return assign_gpus(assign_experts(sizes, f), f, room, home)
-
-
-def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
-    """Prism without spending the slots that rounding down leaves over.
-
-    Invariants: those of `prism` but for unused slots, at most L of each server.
+    Invariants: every expert somewhere; every GPU within its slots; every server's slots used up
+    (without ``fill`` at most L of each server are not), one copy of an expert a server. Apart from
+    the GPUs of a server, nothing changes if all counts are multiplied by one number.
 
     Raises:
-        ValueError: Also when the remaining slots cannot cover every expert (with Mixtral's tight
-            memory they often cannot).
+        ValueError: Without ``fill`` the slots cannot cover every expert.
     """
-    f, room, home, cap = check_instance(counts, slots, gpu_server)
-    sizes = layer_sizes(activation_entropy(f), cap, f.shape[2], fill=False)
+    f, room, home, cap = as_instance(counts, slots, gpu_server)
+    sizes = layer_sizes(activation_entropy(f), cap, f.shape[2], fill=fill)
     return assign_gpus(assign_experts(sizes, f), f, room, home)
+
+
+def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools | None:
+    """Prism without spending the slots that rounding down leaves over.
+
+    None where the others cannot cover every expert, as often with Mixtral's tight memory.
+    """
+    try:
+        return prism(counts, slots, gpu_server, fill=False)
+    except ValueError:
+        return None

@@ -1,4 +1,4 @@
-"""What an operator knows about a cluster before an episode, and the latency estimate made of it."""
+"""What an operator knows about a cluster before an episode."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from servegym.baselines.expert_placement.feasibility import Floats, Ints
-from servegym.baselines.expert_placement.layer_costs import LayerCostModel
 from servegym.baselines.protocol import SystemDescription
 from servegym.envs.workloads.expert_sets import set_bits
 
@@ -33,15 +30,11 @@ class PlacementSystem(SystemDescription):
         arguments: Those of the environment; ``epoch_s`` is the horizon of Eq. 4.
         cluster: Servers, links, times and sizes.
         interarrival_s: (N,) mean seconds between the requests of a server.
-        output_tokens: Mean tokens of an answer.
-        output_range: Least and most tokens of an answer.
         prompts: The recorded prompts.
         task_prompts: For each task, the recorded prompts, as a rule those that no episode draws.
         long_run_shares: (N, K) shares of the tasks in each server's requests in the long run.
         simulator_options: Keywords of `Simulator` that choose copies, servers and where layers run.
-        task_rows: For each task, uint64 (T, L) expert sets of recorded tokens.
         task_counts: (K, L, E) mean assignments of one request of each task.
-        task_prompt_tokens: (K,) mean tokens of a prompt.
         tasks: Names of the tasks.
     """
 
@@ -50,31 +43,25 @@ class PlacementSystem(SystemDescription):
     arguments: PlacementArguments
     cluster: Cluster
     interarrival_s: Floats
-    output_tokens: float
-    output_range: tuple[int, int]
     prompts: Prompts
     task_prompts: tuple[Ints, ...]
     long_run_shares: Floats
     simulator_options: Mapping[str, Any]
-    task_rows: tuple[NDArray[np.uint64], ...]
     task_counts: Floats
-    task_prompt_tokens: Floats
     tasks: tuple[str, ...]
 
     @classmethod
     def from_problem(cls, problem: Problem) -> PlacementSystem:
         """The description of an environment's problem (``env.unwrapped.problem``)."""
         prompts, of_tasks = problem.prompts, problem.history_rows
-        mean_output = float(np.mean(problem.output_range))
-        rows, counts, tokens = [], [], []
+        mean_output = float(np.mean(problem.arguments.output_range))
+        counts = []
         for of_task in of_tasks:
             bank = np.concatenate(
                 [prompts.bank[prompts.bank_start[p] : prompts.bank_start[p + 1]] for p in of_task]
             )
             decode = set_bits(bank, problem.cluster.experts).mean(axis=0)
-            rows.append(bank)
             counts.append(prompts.counts[of_task].mean(axis=0) + (mean_output - 1.0) * decode)
-            tokens.append(float(prompts.tokens[of_task].mean()))
         tasks, servers = len(of_tasks), problem.cluster.num_servers
         shares = np.full((servers, tasks), 1.0 / tasks)
         if problem.arguments.rotate_s == 0:
@@ -83,15 +70,11 @@ class PlacementSystem(SystemDescription):
             cluster=problem.cluster,
             arguments=problem.arguments,
             interarrival_s=problem.interarrival_s,
-            output_tokens=mean_output,
-            output_range=problem.output_range,
             prompts=prompts,
             task_prompts=of_tasks,
             long_run_shares=shares,
             simulator_options=problem.simulator_options | {"serving": "collaborative"},
-            task_rows=tuple(rows),
             task_counts=np.stack(counts),
-            task_prompt_tokens=np.array(tokens),
             tasks=problem.tasks,
         )
 
@@ -122,16 +105,6 @@ class PlacementSystem(SystemDescription):
         digest.update(" ".join(map(str, names)).encode())
         return digest.hexdigest()[:16]
 
-    @property
-    def slots(self) -> Ints:
-        """(G,) slots of each GPU."""
-        return self.cluster.slots
-
-    @property
-    def gpu_server(self) -> Ints:
-        """(G,) server of each GPU."""
-        return self.cluster.gpu_server
-
     def load_bytes_s(self) -> Floats:
         """(G,) speed at which a GPU loads experts, Eq. 3.
 
@@ -143,47 +116,3 @@ class PlacementSystem(SystemDescription):
             rate = np.where(np.eye(c.num_servers, dtype=bool), 0.0, c.link_bytes_s)
             speed = np.minimum(speed, (rate.sum(axis=0) / (c.num_servers - 1))[c.gpu_server])
         return speed
-
-    def task_shares(self, counts: Floats) -> Floats:
-        """Which tasks a server's requests have, by its counts: shares (N, K) of requests.
-
-        They are equal for a server without counts.
-        """
-        tasks = len(self.task_counts)
-        basis = self.task_counts.reshape(tasks, -1).T
-        shares = np.full((counts.shape[0], tasks), 1.0 / tasks)
-        for n in range(counts.shape[0]):
-            weights = nnls(basis, counts[n].reshape(-1))[0]
-            if weights.sum() > 0:
-                shares[n] = weights / weights.sum()
-        return shares
-
-    def layer_cost_model(self, counts: Floats, *, rows: int = 512) -> LayerCostModel:
-        """The latency estimate for servers that see these counts (N, L, E).
-
-        ``rows`` tokens of each server are drawn of its tasks, by their shares of its tokens. The
-        cost of the model is in seconds a second of wall time.
-        """
-        shares = self.task_shares(np.asarray(counts, dtype=np.float64))
-        rng = np.random.default_rng(0)
-        tokens = shares * (self.task_prompt_tokens + self.output_tokens - 1.0)
-        chosen = []
-        for n in range(len(shares)):
-            exact = rows * tokens[n] / tokens[n].sum()
-            number = np.floor(exact).astype(np.int64)
-            number[np.argsort(number - exact, kind="stable")[: rows - number.sum()]] += 1
-            chosen.append(
-                np.concatenate(
-                    [
-                        table[rng.choice(len(table), size, replace=size > len(table))]
-                        for table, size in zip(self.task_rows, number, strict=True)
-                    ]
-                )
-            )
-        return LayerCostModel.of_cluster(
-            self.cluster,
-            chosen,
-            prompt_tokens=shares @ self.task_prompt_tokens,
-            output_tokens=self.output_tokens,
-            weight=1.0 / self.interarrival_s,
-        )

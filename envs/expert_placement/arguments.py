@@ -53,6 +53,12 @@ class PlacementArguments(SimulatorArguments):
     action_mode: str = arg.choice("layer_budget", ACTION_MODES, "see Action Space")
     reward: str = arg.choice("latency", ("latency", "log_latency"), "see Rewards")
 
+    @property
+    def output_range(self) -> tuple[int, int]:
+        """Least and most tokens of an answer."""
+        tokens: Any = self.output_tokens
+        return tokens if isinstance(tokens, tuple) else (tokens, tokens)
+
     def defaults(self) -> Mapping[str, Any]:
         """The load of the scenario."""
         load = LOAD_DEFAULTS | scenario(self.scenario)

@@ -143,15 +143,14 @@ class Cluster:
         expert_bytes: bytes of one expert.
         layers, experts, top_k: L, E, k.
 
-    The others are arguments of `build_cluster`: ``nic_bps`` ``(N,)``, ``bandwidth_bps`` and
-    ``latency_s`` ``(N, N)``, the rest as given.
+    The others are arguments of `build_cluster`: ``nic_bps`` ``(N,)``, ``latency_s`` ``(N, N)``, the
+    rest as given.
     """
 
     model: str
     gpus: tuple[int, ...]
     slots: np.ndarray
     gpu_server: np.ndarray
-    bandwidth_bps: np.ndarray
     nic_bps: np.ndarray
     latency_s: np.ndarray
     link_model: str
@@ -191,70 +190,49 @@ class Cluster:
 
     @property
     def link_bytes_s(self) -> np.ndarray:
-        """``(N, N)`` bytes/s of a message: the slower of the sender's rate and the pair's."""
-        rate = self.bandwidth_bps
-        if self.link_model == "nic":
-            rate = np.minimum(rate, self.nic_bps[:, None])
-        return rate / 8.0
+        """``(N, N)`` bytes/s of a message: an interface is shaped where it sends."""
+        return np.repeat(self.nic_bps[:, None] / 8.0, self.num_servers, axis=1)
 
     def server_view(self, placement: np.ndarray) -> np.ndarray:
         """Bool ``(N, L, E)``: experts on any GPU of a server, of a placement ``(G, L, E)``."""
-        return server_view(placement, self.gpu_server)
+        view = np.zeros((self.num_servers, *np.shape(placement)[1:]), dtype=bool)
+        np.logical_or.at(view, self.gpu_server, np.asarray(placement, dtype=bool))
+        return view
 
     def check_placement(self, placement: Any, covered: bool = True) -> np.ndarray:
-        """:func:`check_placement` for the cluster's layers and experts."""
-        return check_placement(placement, self.slots, (self.layers, self.experts), covered)
+        """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
 
+        Args:
+            placement: Which GPU holds which experts.
+            covered: Whether every expert must be on some GPU.
 
-def server_view(placement: Any, gpu_server: Any) -> np.ndarray:
-    """Bool ``(N, L, E)``: experts on any GPU of a server.
-
-    ``placement`` is ``(G, L, E)``, ``gpu_server`` ``(G,)`` the server of each GPU; the last one's
-    number is N - 1.
-    """
-    view = np.zeros((int(np.max(gpu_server)) + 1, *np.shape(placement)[1:]), dtype=bool)
-    np.logical_or.at(view, np.asarray(gpu_server), np.asarray(placement, dtype=bool))
-    return view
-
-
-def check_placement(
-    placement: Any, slots: Any, model: tuple[int, int] | None = None, covered: bool = True
-) -> np.ndarray:
-    """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
-
-    Args:
-        placement: Which GPU holds which experts.
-        slots: ``(G,)`` experts that each GPU can hold.
-        model: L and E, any if None.
-        covered: Whether every expert must be on some GPU.
-
-    Raises:
-        ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
-    """
-    z = np.asarray(placement)
-    shape = (len(slots), *(z.shape[1:] if model is None else model))
-    if z.shape != shape or z.ndim != 3 or z.dtype.kind not in "biu":
-        raise ValueError(
-            f"placement must be an integer or boolean array of shape {shape} "
-            f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
-        )
-    if z.size and (z.min() < 0 or z.max() > 1):
-        raise ValueError("placement must hold 0 and 1 only.")
-    used = z.reshape(len(z), -1).sum(axis=1, dtype=np.int64)
-    full = np.flatnonzero(used > slots)
-    if len(full):
-        g = int(full[0])
-        raise ValueError(
-            f"placement: GPU {g} would hold {used[g]} experts, it has {slots[g]} slots."
-        )
-    missing = np.argwhere(~z.any(axis=0))
-    if covered and len(missing):
-        layer, expert = missing[0].tolist()
-        raise ValueError(
-            f"placement: {len(missing)} experts are on no GPU, the first is expert {expert} "
-            f"of layer {layer}."
-        )
-    return z.astype(np.uint8)
+        Raises:
+            ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
+        """
+        z = np.asarray(placement)
+        shape = (self.num_gpus, self.layers, self.experts)
+        if z.shape != shape or z.dtype.kind not in "biu":
+            raise ValueError(
+                f"placement must be an integer or boolean array of shape {shape} "
+                f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
+            )
+        if z.min() < 0 or z.max() > 1:
+            raise ValueError("placement must hold 0 and 1 only.")
+        used = z.sum(axis=(1, 2), dtype=np.int64)
+        full = np.flatnonzero(used > self.slots)
+        if len(full):
+            g = int(full[0])
+            raise ValueError(
+                f"placement: GPU {g} would hold {used[g]} experts, it has {self.slots[g]} slots."
+            )
+        missing = np.argwhere(~z.any(axis=0))
+        if covered and len(missing):
+            layer, expert = missing[0].tolist()
+            raise ValueError(
+                f"placement: {len(missing)} experts are on no GPU, the first is expert {expert} "
+                f"of layer {layer}."
+            )
+        return z.astype(np.uint8)
 
 
 def _per(argument: str, value: Any, shape: tuple[int, ...], low: float, open_low: bool):
@@ -332,16 +310,6 @@ def _check_experts_fit(
         )
 
 
-def _pair_bandwidth(bandwidth_bps: Any, nic: np.ndarray) -> np.ndarray:
-    """``(N, N)`` bits/s of each ordered pair; a server's own interface bounds what it sends."""
-    servers = len(nic)
-    # An interface is shaped where it sends: the receiver's does not slow a message down.
-    pair = np.repeat(nic[:, None], servers, axis=1) if bandwidth_bps is None else bandwidth_bps
-    pair = _per("bandwidth_bps", pair, (servers, servers), 0.0, True)
-    np.fill_diagonal(pair, pair.max())
-    return pair
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterArguments(Arguments):
     """The arguments of a cluster of G GPUs in N servers."""
@@ -354,7 +322,6 @@ class ClusterArguments(Arguments):
     )
     slots: Any = arg.other(None, "experts that each GPU can hold, instead of counting bytes")
     nic_bps: Any = arg.other(500e6, "bits/s that a server sends, one number or one for each")
-    bandwidth_bps: Any = arg.other(None, "(N, N) bits/s of each ordered pair; the sender's NIC")
     latency_s: Any = arg.other(0.002, "of a message, one number for all pairs or (N, N)")
     link_model: str = arg.choice("nic", LINK_MODELS, "what is shared: interfaces, or nothing")
     messages: str = arg.choice("per_expert", MESSAGES, "what travels together")
@@ -392,7 +359,6 @@ def build_cluster(model: str = "deepseek-v2-lite", **chosen: Any) -> Cluster:
     _check_experts_fit(times, model, capacity, gpu_server)
 
     nic = _per("nic_bps", arguments.nic_bps, (servers,), 0.0, True)
-    bandwidth = _pair_bandwidth(arguments.bandwidth_bps, nic)
     delay = _per("latency_s", arguments.latency_s, (servers, servers), 0.0, False)
     np.fill_diagonal(delay, 0.0)
     speed = _per("gpu_speed", arguments.gpu_speed, (total,), 0.0, True)
@@ -401,7 +367,6 @@ def build_cluster(model: str = "deepseek-v2-lite", **chosen: Any) -> Cluster:
         gpus=counts,
         slots=capacity,
         gpu_server=gpu_server,
-        bandwidth_bps=bandwidth,
         nic_bps=nic,
         latency_s=delay,
         link_model=arguments.link_model,

@@ -21,7 +21,7 @@ from servegym.envs.expert_placement.simulator import (
 from servegym.envs.workloads.activations import Activations, load_activations, make_toy_activations
 
 LEARNING: dict[str, Any] = {"action_mode": "layer_height", "reward": "log_latency", "epochs": 1}
-"""Arguments to learn with, see Learning in `ExpertPlacementEnv`."""
+"""Arguments to learn with: an episode is one placement and the traffic after it."""
 # Expected number of requests of an episode: rewards are divided by it.
 MIN_REQUESTS, MAX_REQUESTS = 1e-9, 1e7
 # Moves of the tasks in an episode; their number is counted in 64 bits.
@@ -63,11 +63,6 @@ class Problem:
         return self.arguments.epoch_s / self.interarrival_s
 
     @property
-    def output_range(self) -> tuple[int, int]:
-        """Least and most tokens of an answer."""
-        return _output_range(self.arguments)
-
-    @property
     def simulator_options(self) -> dict[str, Any]:
         """Keywords of `Simulator` besides the cluster and the prompts."""
         options = {name: getattr(self.arguments, name) for name in SimulatorArguments.described()}
@@ -91,12 +86,6 @@ def _tasks(value: Any, activations: Activations) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f"tasks={value!r} must list at least one of {list(activations.tasks)}.")
     return tuple(choose(f"tasks[{i}]", name, activations.tasks) for i, name in enumerate(value))
-
-
-def _output_range(arguments: PlacementArguments) -> tuple[int, int]:
-    """Least and most tokens of an answer."""
-    tokens = arguments.output_tokens
-    return tokens if isinstance(tokens, tuple) else (tokens, tokens)
 
 
 def _rows(activations: Activations, split: str, tasks: tuple[str, ...]) -> tuple[np.ndarray, ...]:
@@ -189,7 +178,7 @@ def problem_of(arguments: PlacementArguments) -> Problem:
         rows=rows,
         history_rows=history_rows,
         interarrival_s=np.array(gaps),
-        forecast=_forecast(activations, history_rows, _output_range(arguments)),
+        forecast=_forecast(activations, history_rows, arguments.output_range),
     )
 
 

@@ -177,7 +177,7 @@ class PlacementEpisode:
         arrival = random.uniform(0.0, span, len(home))
         order = np.argsort(arrival, kind="stable")
         home, arrival = home[order], arrival[order]
-        low, high = problem.output_range
+        low, high = problem.arguments.output_range
         return Requests(
             home=home,
             arrival=arrival,
@@ -199,7 +199,7 @@ class PlacementEpisode:
         problem = self.problem
         home = np.repeat(np.arange(problem.cluster.num_servers), problem.arguments.history_requests)
         prompt = self._draw_prompts(random, problem.history_rows, home, np.zeros(len(home)))
-        low, high = problem.output_range
+        low, high = problem.arguments.output_range
         outputs = random.integers(low, high + 1, len(home))
         return self.simulator.count_assignments(home, prompt, outputs)
 
@@ -400,14 +400,8 @@ class PlacementEpisode:
         Raises:
             ValueError: the state is of a system of other sizes.
         """
-        c = self.problem.cluster
-        shape = (c.num_gpus, c.layers * c.experts)
-        if state.simulator.state.resident.shape != shape:
-            raise ValueError(
-                f"the state is of {state.simulator.state.resident.shape} GPUs and experts, this "
-                f"environment has {shape}: restore a state into an environment made with the same "
-                "arguments."
-            )
+        ours, copied = self.simulator.state.resident, state.simulator.state.resident
+        Batch.check_state("simulator.state.resident", ours, copied, ours.shape == copied.shape)
         self.requests = state.requests
         self.simulator.begin(state.requests, self._start)
         self.simulator.restore(state.simulator)

@@ -1,7 +1,6 @@
 """A placement as text or pixels: who holds which experts, and how much is served where it arrives.
 
-Up to four servers have a map each, a row a layer and a column an expert; more of them share one map
-of servers and layers.
+As pixels the first three servers have a map each, a row a layer and a column an expert.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import numpy as np
 from servegym.envs._frames import INK, SOFT, blank_canvas, panel, pixels
 from servegym.envs.expert_placement.core import PlacementEpisode
 
-MAPPED_SERVERS = 4
+MAPPED_SERVERS = 3
 
 _HELD = np.array([[216, 239, 236], [18, 104, 94]]) / 255.0  # little used, much used
 _MISSING = np.array([[255, 255, 255], [214, 69, 69]]) / 255.0
 _LOADING = np.array([233, 162, 59]) / 255.0
-_LINES = ("#2a6fbb", "#c8553d", "#5a8f3c", "#8a5bb0")
+_LINES = ("#2a6fbb", "#c8553d", "#5a8f3c")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -98,20 +97,19 @@ def _pixels(system: PlacementEpisode) -> np.ndarray:
     for x, words in zip(place, _words(system), strict=True):
         weight = "bold" if x == place[0] else "normal"
         figure.text(x, 0.955, words, color=INK, fontsize=8.5, weight=weight, va="center")
-    if system.problem.cluster.num_servers <= MAPPED_SERVERS:
-        _maps(figure, system)
-    else:
-        _crowd(figure, system)
+    _maps(figure, system)
     _history(figure, system)
     return pixels(canvas)
 
 
 def _maps(figure, system: PlacementEpisode) -> None:
+    from matplotlib.patches import Rectangle
+
     cluster, sim = system.problem.cluster, system.simulator
     view, aims = cluster.server_view(sim.placement()), cluster.server_view(sim.target())
     counts = system.counts()
-    servers = cluster.num_servers
-    used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], servers)
+    servers = min(cluster.num_servers, MAPPED_SERVERS)
+    used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], cluster.num_servers)
     width = 0.95 / servers
     for n in range(servers):
         colours = expert_colours(view[n], aims[n] & ~view[n], counts[n])
@@ -127,64 +125,33 @@ def _maps(figure, system: PlacementEpisode) -> None:
         axis.imshow(colours, aspect="auto", interpolation="nearest")
         if n == 0:
             axis.set_ylabel("layer", fontsize=7.5, color=SOFT, labelpad=1)
-    _legend(
-        figure,
-        [
-            ("held, little used", _HELD[0]),
-            ("held, much used", _HELD[1]),
-            ("missing and used", _MISSING[1]),
-            ("being loaded", _LOADING),
-        ],
-    )
-
-
-def _legend(figure, entries: list[tuple[str, np.ndarray]]) -> None:
-    from matplotlib.patches import Rectangle
-
-    for i, (words, colour) in enumerate(entries):
-        x = 0.98 - 0.13 * (len(entries) - i)
+    legend = {
+        "held, little used": _HELD[0],
+        "held, much used": _HELD[1],
+        "missing and used": _MISSING[1],
+        "being loaded": _LOADING,
+    }
+    for i, (words, colour) in enumerate(legend.items()):
+        x = 0.98 - 0.13 * (len(legend) - i)
         figure.add_artist(Rectangle((x, 0.318), 0.010, 0.016, color=tuple(colour)))
         figure.text(x + 0.014, 0.326, words, fontsize=7, color=SOFT, va="center")
 
 
-def _crowd(figure, system: PlacementEpisode) -> None:
-    cluster = system.problem.cluster
-    share = cluster.server_view(system.simulator.placement()).mean(axis=2)
-    axis = panel(
-        figure,
-        (0.045, 0.395, 0.935, 0.47),
-        f"{cluster.num_servers} servers with {cluster.num_gpus} GPUs, "
-        f"{int(system.simulator.state.server['in_system'].sum())} requests in system",
-        "layer",
-        color=INK,
-    )
-    colours = np.where(share[..., None] > 0, _blend(_HELD, share), 1.0)
-    axis.imshow(colours, aspect="auto", interpolation="nearest")
-    axis.set_ylabel("server", fontsize=7.5, color=SOFT, labelpad=1)
-    _legend(figure, [("no expert of the layer", np.ones(3)), ("all of them", _HELD[1])])
-
-
 def _history(figure, system: PlacementEpisode) -> None:
-    past = 100 * system.local_ratio[: system.epoch]
-    many = past.shape[1] > MAPPED_SERVERS
+    past = 100 * system.local_ratio[: system.epoch, :MAPPED_SERVERS]
     axis = panel(
         figure,
         (0.045, 0.085, 0.935, 0.19),
-        "tokens served where they arrive, % of each epoch, "
-        + ("median and 10–90 % of the servers" if many else "by server"),
+        f"tokens served where they arrive, % of each epoch, {past.shape[1]} of "
+        f"{system.local_ratio.shape[1]} servers",
         "epoch",
         color=SOFT,
         fontsize=8,
         pad=3,
     )
     at = np.arange(1, system.epoch + 1)
-    if not many:
-        for n in range(past.shape[1]):
-            axis.plot(at, past[:, n], "o-", color=_LINES[n], markersize=3, linewidth=1.4)
-    elif len(past):
-        low, middle, high = np.nanpercentile(past, [10, 50, 90], axis=1)
-        axis.plot(at, middle, "o-", color=_LINES[0], markersize=3, linewidth=1.4)
-        axis.fill_between(at, low, high, color=_LINES[0], alpha=0.2, linewidth=0)
+    for n in range(past.shape[1]):
+        axis.plot(at, past[:, n], "o-", color=_LINES[n], markersize=3, linewidth=1.4)
     axis.set_xlim(0.5, system.problem.arguments.epochs + 0.5)
     axis.set_ylim(0, 100)
     axis.grid(alpha=0.3)

@@ -225,8 +225,8 @@ class Snapshot(NamedTuple):
 class Simulator:
     """One system from an empty start.
 
-    ``places`` are those for messages at the start. ``forecast`` is what the router ``affinity`` and
-    the execution ``forward`` go by; the other options are `SimulatorArguments`.
+    ``forecast`` is what the router ``affinity`` and the execution ``forward`` go by; the other
+    options are `SimulatorArguments`.
 
     Attributes:
         cluster: its cluster.
@@ -241,7 +241,6 @@ class Simulator:
         cluster: Cluster,
         prompts: Prompts,
         *,
-        places: int = 0,
         forecast: Forecast | None = None,
         **options: Any,
     ) -> None:
@@ -257,12 +256,17 @@ class Simulator:
         self.prompts = prompts
         chosen = SimulatorArguments.fill(options)
         self.plant = make_plant(cluster, chosen)
-        self._set_forecast(forecast)
+        self._task = np.zeros(len(prompts.tokens), np.int64)
+        self._profile = np.zeros((0, cluster.layers * cluster.experts))
+        if forecast is not None:
+            self._task = forecast.task
+            self._profile = forecast.profile.reshape(len(forecast.profile), -1)
+            self.plant.cfg[0]["decode_steps"] = forecast.output_tokens - 1.0
         self._caches = chosen.serving == "offload"
         self._forwards = chosen.execution == "forward"
         if self._caches and cluster.slots.min() < 1:
             raise ValueError("serving='offload' needs a slot on every GPU for the expert in use.")
-        self._places = max(places, 4 * cluster.experts)
+        self._places = 4 * cluster.experts  # for messages under way; it grows
         self._scratch: tables.Scratch | None = None
         if not self._caches:
             self._scratch = tables.Scratch(
@@ -278,19 +282,6 @@ class Simulator:
         if not self._caches:
             calls.append((migration.start_migration, (self.plant, self.state)))
         compile_kernels("expert placement engine", calls)
-
-    def _set_forecast(self, forecast: Forecast | None) -> None:
-        """Keep the forecast as the kernel reads it; ValueError if it is missing but needed."""
-        c = self.plant.cfg[0]
-        for name, option in (("router", tables.AFFINITY), ("execution", tables.FORWARD)):
-            if forecast is None and c[name] == option:
-                raise ValueError(f"this {name} needs a forecast, got forecast=None.")
-        self._task = np.zeros(len(self.prompts.tokens), np.int64)
-        self._profile = np.zeros((0, self.cluster.layers * self.cluster.experts))
-        if forecast is not None:
-            self._task = forecast.task
-            self._profile = forecast.profile.reshape(len(forecast.profile), -1)
-            c["decode_steps"] = forecast.output_tokens - 1.0
 
     def begin(self, requests: Requests, placement: np.ndarray) -> None:
         """Start at time 0 with ``requests`` to come and a feasible ``placement`` in place.
@@ -390,15 +381,12 @@ class Simulator:
     def adopt(self, placement: np.ndarray, at_once: bool = False) -> None:
         """Begin to move to a feasible ``placement`` (uint8 ``(G, L, E)``).
 
-        ``at_once`` puts it in place without time, before anything has happened.
+        ``at_once`` puts it in place without time, before anything has happened. Caches fill
+        themselves and adopt none.
 
         Raises:
-            ValueError: it is not feasible, it is too late for ``at_once``, or GPUs are caches.
+            ValueError: it is not feasible.
         """
-        if self._caches:
-            raise ValueError("serving='offload': caches fill themselves, no placement is adopted.")
-        if at_once and self.state.meta["sequence"][0] > 0:
-            raise ValueError("at_once=True needs a system in which nothing has happened yet.")
         z, state = self.cluster.check_placement(placement), self.state
         state.counts[:] = 0
         for name in ("local_s", "local_tokens", "remote_s", "remote_tokens"):

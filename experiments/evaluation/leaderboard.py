@@ -92,7 +92,6 @@ SLOW = {
     "prefix rollout": 4,
     "lookahead": 4,
     "grid_optimum": 4,
-    "latency_local_search": 2,
     "best_start": 5,
 }
 """Policies that are slow, by their most episodes, or those of one family; not in ``--quick``."""

@@ -12,12 +12,6 @@ from .runs import TOY, lines, tiny
 agents = pytest.mark.parametrize("module", [ppo_placement, mappo_placement], ids=["ppo", "mappo"])
 
 
-def latencies(module, folder, **settings):
-    module, args = tiny(module.__name__.rpartition(".")[2], folder, **settings)
-    key = "eval/mean_latency_s"
-    return [line[key] for line in lines(module.train(args)) if key in line]
-
-
 def observe(servers=3, layers=4, experts=8, seed=0):
     counts = np.random.default_rng(seed).integers(1, 1000, (2, servers, layers, experts))
     return {"counts": counts.astype(np.float32), "progress": np.array([[0.0], [0.5]])}
@@ -25,14 +19,13 @@ def observe(servers=3, layers=4, experts=8, seed=0):
 
 @pytest.mark.slow
 @agents
-def test_a_short_training_rises_above_its_start_and_a_shuffled_one_does_not(module, tmp_path):
+def test_a_short_training_rises_above_its_start(module, tmp_path):
     settings = {"total_timesteps": 800, "eval_every": 10_000, "eval_episodes": 8}
-    found = latencies(module, tmp_path, run_name="a", **settings)
+    module, args = tiny(module.__name__.rpartition(".")[2], tmp_path, **settings)
+    key = "eval/mean_latency_s"
+    found = [line[key] for line in lines(module.train(args)) if key in line]
     # On the toy cluster own share, where it begins, is ahead of whole layers already.
     assert len(found) == 2 and found[1] < 0.985 * found[0]
-    settings["shuffle_rewards"] = True
-    control = latencies(module, tmp_path, run_name="b", **settings)
-    assert control[0] == found[0] and control[1] > 0.99 * control[0]
 
 
 def test_a_server_of_mappo_sees_only_itself():
@@ -57,9 +50,9 @@ def test_mappo_plans_alike_in_both_environments():
     observations, _ = many.reset(seed=5)
     seen, _ = single.reset(seed=5)
     with torch.no_grad():
-        x = mappo_placement.features(mappo_placement.own_counts(observations)[None])
+        x = mappo_placement.features([[seen["counts"] for seen in observations.values()]])
         plans = mappo_placement.plan(agent(x), args)[0]
-    mappo_placement.play(many, observations, plans, 1)
+    many.step({f"server_{n}": {"migrate": 1, "plan": plans[n]} for n in range(3)})
     rows = {name: part[None] for name, part in seen.items()}
     action = mappo_placement.greedy(agent, args, rows)
     single.step({name: part[0] for name, part in action.items()})

@@ -35,7 +35,7 @@ def same(one, other):
     [
         ("servegym/LLMRouting-v1", ROUTING, ["random", "thompson", "greedy_qos", "rollout"]),
         ("servegym/ServerlessMoEFlat-v1", SERVERLESS, ["random", "remoe"]),
-        ("servegym/ExpertPlacement-v0", PLACEMENT, ["random", "latency_dp", "prism"]),
+        ("servegym/ExpertPlacement-v0", PLACEMENT, ["random", "proxy_optimum", "prism"]),
     ],
 )
 def test_rows_and_logs_equal_the_local_run(env_id, kwargs, policies):

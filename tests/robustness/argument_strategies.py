@@ -463,7 +463,6 @@ CLUSTER_HINTS: dict[str, Any] = {
         called=("fit",),
     ),
     "nic_bps": per((3,), TINY, True),
-    "bandwidth_bps": per((3, 3), TINY, True, optional=True),
     "latency_s": per((3, 3), 0.0, False),
     "gpu_speed": per((4,), TINY, True),
     "sizes": Argument(st.none(), junk("none")),

@@ -1,6 +1,6 @@
 """Estimated latency with a queue at every link, and simulated annealing by it.
 
-Sets of experts are masks of 64 bits, as in `layer_costs`. N servers, L layers, E experts.
+Sets of experts are masks of 64 bits, a bit an expert. N servers, L layers, E experts.
 """
 
 from __future__ import annotations

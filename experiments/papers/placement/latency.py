@@ -1,10 +1,4 @@
-"""Latency of placements on the paper's testbed: Tables I and II, Fig. 5 and Fig. 6 of Prism.
-
-``table1`` compares servers that fetch experts on their own with servers that share them; ``table2``
-runs every policy on both models and both workloads; ``fig5`` sends single requests through layers
-of which a given share of experts is remote; ``fig6`` follows the share of work that is served where
-it arrives.
-"""
+"""Latency of placements on the paper's testbed: Tables I and II, Fig. 5 and Fig. 6 of Prism."""
 
 from __future__ import annotations
 
@@ -27,7 +21,6 @@ from servegym.experiments.papers.placement.measuring import (
     interval,
     local_shares,
     measure,
-    setting,
 )
 from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.study import Options, Study, command, ends
@@ -45,46 +38,19 @@ POLICIES = (
     "prism_printed",
     "proxy_optimum",
     "whole_layer",
-    "latency_dp",
 )
 MODELS = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "Mixtral-8x7B": "mixtral-8x7b"}
 # 200 requests of each server, as in the paper's Fig. 7, rounded up to whole epochs.
 WORKLOADS = {"BigBench": ("paper_testbed", 7), "MultiData": ("paper_testbed_multi", 14)}
 _METHODS = ("uniform", "redundance", "smartmoe", "eplb_global", "prism")
 _PRINTED = {
-    ("BigBench", "DeepSeek-V2-Lite"): (
-        (48.55, 17.28, 9.43, 21.66),
-        (25.88, 13.77, 4.79, 13.08),
-        (40.28, 16.43, 9.51, 19.39),
-        (23.93, 7.08, 3.12, 9.56),
-        (14.67, 5.85, 2.49, 6.63),
-    ),
-    ("BigBench", "Mixtral-8x7B"): (
-        (6.44, 6.04, 3.44, 5.08),
-        (5.96, 6.16, 3.07, 4.85),
-        (3.76, 1.59, 2.03, 2.30),
-        (3.60, 1.53, 1.82, 2.16),
-        (3.52, 1.57, 1.67, 2.09),
-    ),
-    ("MultiData", "DeepSeek-V2-Lite"): (
-        (24.85, 30.63, 36.48, 30.65),
-        (15.96, 24.76, 12.36, 17.70),
-        (23.68, 30.41, 35.21, 29.77),
-        (16.36, 19.07, 9.35, 14.93),
-        (13.96, 16.72, 9.20, 13.29),
-    ),
-    ("MultiData", "Mixtral-8x7B"): (
-        (9.20, 10.26, 13.31, 10.92),
-        (8.28, 10.32, 11.08, 9.90),
-        (9.82, 11.89, 13.84, 11.85),
-        (8.69, 9.52, 9.89, 9.36),
-        (8.30, 9.80, 9.41, 9.17),
-    ),
+    ("BigBench", "DeepSeek-V2-Lite"): (21.66, 13.08, 19.39, 9.56, 6.63),
+    ("BigBench", "Mixtral-8x7B"): (5.08, 4.85, 2.30, 2.16, 2.09),
+    ("MultiData", "DeepSeek-V2-Lite"): (30.65, 17.70, 29.77, 14.93, 13.29),
+    ("MultiData", "Mixtral-8x7B"): (10.92, 9.90, 11.85, 9.36, 9.17),
 }
-PAPER: dict[tuple[str, str], dict[str, tuple[float, ...]]] = {
-    key: dict(zip(_METHODS, rows, strict=True)) for key, rows in _PRINTED.items()
-}
-"""Table II as printed: (workload, model) -> method -> seconds of servers 1, 2, 3 and of all.
+PAPER = {key: dict(zip(_METHODS, row, strict=True)) for key, row in _PRINTED.items()}
+"""Table II as printed: (workload, model) -> method -> mean seconds of all servers.
 
 Its EPLB was made for clusters of unlike servers, so that it is compared with ``eplb_global``.
 """
@@ -94,12 +60,8 @@ def _skews(options: Options) -> tuple[str, ...]:
     return ("measured",) if options.quick else ("measured", "paper")
 
 
-TABLE1 = {
-    "moe_infinity": (9.14, 4.77, 3.18, 5.19),
-    "moe_infinity_lb": (8.60, 4.77, 3.10, 5.03),
-    "uniform": (4.96, 4.34, 3.40, 4.11),
-}
-"""Table I as printed, Mixtral-8x7B; "naive collaboration" is ``uniform``."""
+TABLE1 = {"moe_infinity": 5.19, "moe_infinity_lb": 5.03, "uniform": 4.11}
+"""Means of Table I as printed, Mixtral-8x7B; "naive collaboration" is ``uniform``."""
 PCIE_GB_S = (12, 16, 24)
 """Host channel of a GPU: the default, and faster ones."""
 
@@ -127,7 +89,7 @@ def _table1(options: Options, at: Row, policies: Sequence[str]) -> Rows:
 def _draw_table1(rows: Sequence[Mapping[str, Any]]) -> Any:
     look: dict[str, Any] = {"log": "y", "reference": "paper_mean_s"}
     picture = Bars(x="policy", y="mean_latency_s", line="pcie_gb_s", panels="skew", **look)
-    return picture([{**row, "paper_mean_s": TABLE1[row["policy"]][3]} for row in rows])
+    return picture([{**row, "paper_mean_s": TABLE1[row["policy"]]} for row in rows])
 
 
 def _parts(options: Options) -> list[Row]:
@@ -145,21 +107,11 @@ def _table2(options: Options, at: Row, policies: Sequence[str]) -> Rows:
     kwargs: Row = {"scenario": scenario, "model": MODELS[at["model"]], "skew": at["skew"]}
     rows = measure(at, policies, options.episodes, **kwargs, epochs=1 if options.quick else epochs)
     for row in rows:
-        cells = PAPER[at["workload"], at["model"]].get(row["policy"], (float("nan"),) * 4)
-        names = (*(f"paper_server_{n}_s" for n in (1, 2, 3)), "paper_mean_s")
-        row |= dict(zip(names, cells, strict=True))
-        row["ratio_to_paper"] = row["mean_latency_s"] / cells[3]
+        row["paper_mean_s"] = PAPER[at["workload"], at["model"]].get(row["policy"], float("nan"))
+        row["ratio_to_paper"] = row["mean_latency_s"] / row["paper_mean_s"]
     by = {row["policy"]: row for row in rows}
     add_change(by["prism"], by["eplb_global"], "eplb_global")
     return rows
-
-
-def _table2_facts(options: Options) -> Row:
-    return {
-        f"{workload}, {model}": setting(scenario=scenario, model=name)
-        for workload, (scenario, _) in WORKLOADS.items()
-        for model, name in MODELS.items()
-    }
 
 
 def layer_times(share: float, seed: int, messages: str, count: int) -> dict[str, float]:
@@ -257,7 +209,6 @@ STUDIES = (
         tuple(TABLE1),
         findings("table1_pcie", "skew", "pcie_gb_s", "policy"),
         _draw_table1,
-        facts=lambda options: {"setting": setting(scenario="paper_testbed", model="mixtral-8x7b")},
     ),
     Study(
         "table2_latency",
@@ -274,7 +225,6 @@ STUDIES = (
             log="y",
             reference="paper_mean_s",
         ),
-        facts=_table2_facts,
     ),
     Study(
         "fig5_layer_time",

@@ -16,50 +16,24 @@ from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.play import DEFAULT_SEED
-from servegym.experiments.evaluation.stats import (
-    Interval,
-    mean,
-    stratified_bootstrap,
-    student_interval,
-)
+from servegym.experiments.evaluation.stats import Interval, student_interval
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.papers.verdicts import Rows, found_for
 
 ENV_ID, SEED = "servegym/ExpertPlacement-v0", DEFAULT_SEED
-
-
-def setting(**kwargs: Any) -> str:
-    """Link model, cost of a message and what else decides the size of latencies, in words."""
-    problem = build_problem(**{"split": "eval", **kwargs})
-    c, arguments = problem.cluster, problem.arguments
-    rates = sorted({float(b) / 1e6 for b in c.nic_bps})
-    return (
-        f"{c.model}, {c.num_gpus} GPUs on {c.num_servers} servers, link model {c.link_model}, "
-        f"messages {c.messages}, h = {1e3 * c.message_cost_s:g} ms, NIC "
-        f"{' / '.join(f'{r:g}' for r in rates)} Mbps, replica choice {arguments.replica_choice}, "
-        f"weights from {arguments.migration_source}, {problem.activations.kind} activations "
-        f"({arguments.skew} skew), tasks {', '.join(problem.tasks)}"
-    )
-
-
-FEW = 10
-"""Below so many episodes intervals are Student's: a bootstrap of five holds the mean in 85 %."""
 GROWTH, BACKLOG = 0.2, 0.03
 """Twice the arrivals make an overloaded point's mean grow by more; the mean over the time of
 arrivals from which on it is tried, as below it no queue worth the name is there."""
 
 
 def interval(values: Any, name: str) -> dict[str, float]:
-    """Mean of episodes and its 95 % interval as ``name``, ``name_low``, ``name_high``.
+    """Mean of a few episodes and Student's 95 % interval as ``name``, ``name_low``, ``name_high``.
 
-    Student's below `FEW` episodes, with no low end below 0 since no value is; else by bootstrap.
+    The low end is not below 0, since no value is.
     """
-    array = np.asarray(values, dtype=np.float64)
-    if array.size >= FEW:
-        return interval_columns(name, stratified_bootstrap(array, mean))
-    value, low, high = student_interval(array)
+    value, low, high = student_interval(np.asarray(values, dtype=np.float64))
     return interval_columns(name, (value, float(np.maximum(low, 0.0)), high))
 
 
@@ -81,9 +55,9 @@ def measure(
     """Run policies on the same evaluation episodes, with ``kwargs`` of the environment.
 
     Returns:
-        One row a policy: ``point``, the mean over episodes and its interval of every figure, the
-        mean latency of each server (up to 16) and their mean included, and `_doubled`;
-        ``_latency`` is the mean latency of each episode ``(episodes,)``.
+        One row a policy: ``point``, the mean over episodes and its interval of every figure, those
+        of each server (up to 16) included, and `_doubled`; ``_latency`` is the mean latency of each
+        episode ``(episodes,)``.
     """
     rows = []
     for policy in policies:
@@ -92,9 +66,6 @@ def measure(
         servers = [key for key in runs[0] if key.startswith("mean_latency_s_server_")]
         for key in (*KEYS, *servers):
             row |= interval([run[key] for run in runs], key)
-        if servers:
-            of_servers = [np.mean([run[key] for key in servers]) for run in runs]
-            row |= interval(of_servers, "mean_of_servers_s")
         row |= _doubled(policy, row["mean_latency_s"], kwargs)
         rows.append(row | {"_latency": np.array([run["mean_latency_s"] for run in runs])})
     return rows
@@ -141,17 +112,12 @@ def findings(table: str, *keys: str) -> Callable[[Any, Rows], list[Note]]:
 
 
 def change(one: np.ndarray, other: np.ndarray) -> Interval:
-    """Change from ``other`` to ``one`` on the same episodes, in % of ``other``.
+    """Change from ``other`` to ``one`` on the same few episodes, in % of ``other``.
 
-    The ratio of means. Its interval is Student's around a jackknife's deviation below `FEW`
-    episodes, else a bootstrap over episodes; NaN ends for a single one.
+    The ratio of means and Student's interval around a jackknife's deviation; NaN ends for a single
+    episode.
     """
     value, n = 100 * (one.mean() / other.mean() - 1), len(one)
-    if n >= FEW:
-        drawn = np.random.default_rng(0).integers(n, size=(2000, n))
-        changes = 100 * (one[drawn].mean(axis=1) / other[drawn].mean(axis=1) - 1)
-        low, high = np.percentile(changes, [2.5, 97.5])
-        return Interval(float(value), float(low), float(high))
     if n < 2:
         return Interval(float(value), float("nan"), float("nan"))
     from scipy.stats import t

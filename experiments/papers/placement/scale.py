@@ -7,11 +7,11 @@ change in percent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from servegym._command_line import run_main
-from servegym.experiments.papers.placement.measuring import findings, measure, setting
+from servegym.experiments.papers.placement.measuring import findings, measure
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, ends
 
@@ -59,10 +59,6 @@ def _latencies(options: Options, at: Row, policies: Sequence[str]) -> Sequence[R
     )
 
 
-def _largest(settings: Callable[[Options], list[Row]]) -> Callable[[Options], Row]:
-    return lambda options: {"setting": setting(scenario=f"scale_{settings(options)[-1]['gpus']}")}
-
-
 STUDIES = (
     Study(
         "fig8a_gpus",
@@ -74,7 +70,6 @@ STUDIES = (
         Lines(
             x="gpus", y="mean_latency_s", line="policy", panels=("link_model", "gap_s"), log="xy"
         ),
-        facts=_largest(_sizes),
     ),
     Study(
         "fig8b_bandwidth",
@@ -84,7 +79,6 @@ STUDIES = (
         ("prism",),
         findings("fig8b_bandwidth", "link_model", "h_ms", "gpus", "mbps"),
         Lines(x="mbps", y="mean_latency_s", line="gpus", panels=("link_model", "h_ms"), log="y"),
-        facts=_largest(_bandwidths),
     ),
 )
 

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 
 from servegym.baselines.expert_placement.heuristics import uniform
-from servegym.baselines.expert_placement.initial_placement import LinkQueueModel
-from servegym.baselines.expert_placement.kernel.link_queues import CALLS, count_bits, remote_calls
+from servegym.baselines.expert_placement.initial_placement import TOKENS, LinkQueueModel
+from servegym.baselines.expert_placement.kernel.link_queues import (
+    CALLS,
+    anneal,
+    count_bits,
+    remote_calls,
+)
 from servegym.baselines.expert_placement.system import PlacementSystem
-from servegym.envs.expert_placement.cluster import server_view
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.workloads.expert_sets import bit_sets
 
@@ -17,14 +21,14 @@ def toy(**kwargs):
     return PlacementSystem.from_problem(problem)
 
 
-def view(system, place, counts):
-    z = place(counts, system.slots, system.gpu_server)
-    return server_view(z, system.gpu_server)
+def cost(about, held, wait):
+    """The estimate, which no step of annealing changes."""
+    return anneal(about.tables, bit_sets(held), wait, 0, 1.0, 1.0, 0)
 
 
 @pytest.mark.parametrize("messages", ["per_server", "per_expert"])
 def test_what_tokens_do_elsewhere_is_what_sets_say(messages):
-    about = LinkQueueModel(toy(cluster_kwargs={"messages": messages}), tokens=40)
+    about = LinkQueueModel(toy(cluster_kwargs={"messages": messages}))
     tables, rng = about.tables, np.random.default_rng(0)
     held = rng.random((3, 4, 8)) < 0.5
     held[2] |= ~held.any(axis=0)
@@ -40,11 +44,11 @@ def test_what_tokens_do_elsewhere_is_what_sets_say(messages):
                     there = {e for e in missing if held[m, layer, e]}
                     missing -= there
                     if there:
-                        want[m, 0] += 1 / 40
-                        want[m, 1] += (len(there) if messages == "per_expert" else 1) / 40
+                        want[m, 0] += 1 / TOKENS
+                        want[m, 1] += (len(there) if messages == "per_expert" else 1) / TOKENS
                         farthest = m
                 if any((int(row) >> e) & 1 and not held[n, layer, e] for e in range(8)):
-                    want[farthest, 2] += 1 / 40
+                    want[farthest, 2] += 1 / TOKENS
             out = np.empty(3, CALLS)
             remote_calls(tables, n, layer, masks, out)
             out = np.array(out.tolist())
@@ -64,23 +68,24 @@ def test_one_remote_server_by_hand():
     )
     about = LinkQueueModel(system)
     held = np.ones((2, 4, 8), bool)
-    assert about.cost(held, 0.3) == 0
+    assert cost(about, held, 0.3) == 0
     held[0, 0] = False
     tables, (_, tokens, _, decodes) = about.tables, about.tables.load[0]
     both = tables.token[0, 1] + tables.token[1, 0]
     step = tables.delay[0, 1] + 2 * tables.cost
     want = decodes * (step + both) + step + tokens * both
-    assert about.cost(held, 0.0) == pytest.approx(want / 2)  # half of the requests
-    assert about.cost(held, 1.0) > about.cost(held, 0.3) > about.cost(held, 0.0)
+    assert cost(about, held, 0.0) == pytest.approx(want / 2)  # half of the requests
+    assert cost(about, held, 1.0) > cost(about, held, 0.3) > cost(about, held, 0.0)
 
 
 @pytest.mark.slow
 def test_annealing_lowers_the_estimate_and_keeps_memory_and_coverage():
     system = toy()
     about = LinkQueueModel(system)
-    start = view(system, uniform, about.counts)
+    cluster = system.cluster
+    start = cluster.server_view(uniform(about.counts, cluster.slots, cluster.gpu_server))
     found = about.anneal(start, 0.3, 4_000, 0)
-    assert about.cost(found, 0.3) < 0.8 * about.cost(start, 0.3)
+    assert cost(about, found, 0.3) < 0.8 * cost(about, start, 0.3)
     assert (found.sum(axis=(1, 2)) == start.sum(axis=(1, 2))).all() and found.any(axis=0).all()
     np.testing.assert_array_equal(found, about.anneal(start, 0.3, 4_000, 0))
 

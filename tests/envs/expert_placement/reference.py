@@ -152,6 +152,7 @@ class Reference:
         self.area = [0.0] * cluster.num_servers
         self.local = [[0.0, 0] for _ in range(cluster.num_servers)]
         self.remote = [[0.0, 0] for _ in range(cluster.num_servers)]
+        self.steps = [[0, 0] for _ in range(cluster.num_servers)]  # layers, those with remote calls
         self.bytes = 0.0
         self.loads = 0
 
@@ -351,6 +352,12 @@ class Reference:
             request.open_calls += 1
         for message in messages.values():
             self.send(message)
+        self.called(request)
+
+    def called(self, request):
+        """All calls of a layer are made."""
+        self.steps[request.home][0] += 1
+        self.steps[request.home][1] += request.open_calls > 0
         if request.open_calls == 0:
             self.later(request.end, self.layer_end, request)
 

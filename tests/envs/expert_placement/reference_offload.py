@@ -87,8 +87,7 @@ class Offload(Reference):
                 there = self.fetch(cache, i)
             request.open_calls += 1
             self.later(there, self.fetched, request, cache, i, x, self.now)
-        if request.open_calls == 0:
-            self.later(request.end, self.layer_end, request)
+        self.called(request)
         if self.ahead and request.layer + 1 < self.cluster.layers:
             for cache in mine:
                 self.look_ahead(request, cache, mine.index(cache), len(mine))

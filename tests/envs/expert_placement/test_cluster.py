@@ -34,20 +34,6 @@ def test_every_scenario_holds_every_model(name, model):
     assert scenario(name) is not scenario(name)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"model": "deepseek-v2-light"}, "deepseek-v2-lite"),
-        ({"memory_fraction": 0.2}, "bytes are missing"),
-        ({"nic_bps": (1e6, 1e6)}, r"shape \(2,\)"),
-        ({"slots": (10, 10)}, "slots lists 2"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build_cluster(**arguments)
-
-
 def test_placements_are_checked():
     cluster = build_cluster(gpus=(1, 1), slots=(1664, 800))
     z = np.zeros((2, 26, 64), np.int8)

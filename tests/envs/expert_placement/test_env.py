@@ -79,22 +79,16 @@ def test_whatever_is_chosen_no_token_is_lost_and_all_experts_serve(mode, source)
     for seed in range(3 if COMPILED else 1):
         env.reset(seed=seed)
         for move in actions(env, 6, seed):
-            move["migrate"] = 1
-            observation = env.step(move)[0]
+            observation = env.step(move | {"migrate": 1})[0]
             cluster.check_placement(observation["placement"])
-            resident = env.batch.episodes[0].simulator.placement()
-            assert (resident.sum(axis=0) >= 1).all()
-            used = resident.reshape(cluster.num_gpus, -1).sum(axis=1)
-            assert (used <= cluster.slots + 1).all()
-        state = env.batch.episodes[0].simulator.state
-        assert state.meta["fewest_copies"][0] >= 1, "at some instant an expert was nowhere"
-        assert (state.gpu["peak"] <= cluster.slots + 1).all()
-        np.testing.assert_array_equal(
-            env.batch.episodes[0].simulator.placement(), observation["placement"]
-        )
+        sim = env.batch.episodes[0].simulator
+        assert sim.state.meta["fewest_copies"][0] >= 1, "at some instant an expert was nowhere"
+        assert (sim.state.gpu["peak"] <= cluster.slots + 1).all()
+        np.testing.assert_array_equal(sim.placement(), observation["placement"])
         log = env.request_log()
         tokens = prompts.tokens[log["prompt"]] + log["output_tokens"] - 1
-        done = state.server["all_local_tokens"].sum() + state.server["all_remote_tokens"].sum()
+        server = sim.state.server
+        done = server["all_local_tokens"].sum() + server["all_remote_tokens"].sum()
         assert done == tokens.sum() * cluster.layers * cluster.top_k
 
 
@@ -194,24 +188,13 @@ def test_every_action_decodes_to_a_feasible_placement(spare):
             np.testing.assert_array_equal(repair_placement(cluster, now, counts), now)
 
 
-SHOWN = {"model": "toy", "epochs": 4, "epoch_s": 20.0, "mean_interarrival_s": 1.0}
-
-
-def played(steps=2, mode="rgb_array", **kwargs):
-    env = ExpertPlacementEnv(**SHOWN, action_mode="placement", render_mode=mode, **kwargs)
-    env.reset(seed=0)
-    rng = np.random.default_rng(0)
-    for i in range(steps):
-        shape = env.action_space["plan"].shape
-        env.step({"migrate": int(i == 0), "plan": rng.integers(0, 2, shape).astype(np.int8)})
-    return env
-
-
 def test_the_text_says_who_holds_what():
-    env = played(mode="ansi")
-    text = env.render()
+    env = make("placement", epochs=4, render_mode="ansi")
+    env.reset(seed=0)
+    for move in actions(env, 2):
+        env.step(move | {"migrate": int(env.batch.episodes[0].epoch == 0)})
     cluster, sim = env.problem.cluster, env.batch.episodes[0].simulator
-    lines = text.splitlines()
+    lines = env.render().splitlines()
     assert "edge_hetero, toy" in lines[0] and "decision 2 of 4" in lines[0]
     assert "1 changes" in lines[0] and f"{env.episode_kpis()['mean_latency_s']:.2f} s" in lines[0]
     assert len(lines) == 2 + cluster.num_servers

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.papers.placement.claims import unpaired
-from servegym.experiments.papers.placement.measuring import ENV_ID, change, drive, interval
+from servegym.experiments.papers.placement.claims import CLAIMS, unpaired
+from servegym.experiments.papers.placement.measuring import (
+    ENV_ID,
+    change,
+    drive,
+    growing,
+    interval,
+)
 
 
 @pytest.mark.parametrize("policy", ["redundance", "prism"])
@@ -36,3 +42,23 @@ def test_intervals_of_changes_hold_the_truth(count, paired):
         low, high = change(one, other)[1:] if paired else unpaired(*rows)
         held += low <= -20.0 <= high
     assert 0.92 < held / runs < 0.985
+
+
+@pytest.mark.parametrize(
+    "seconds, overloaded, verdict",
+    [
+        ((80.0, 100.0), (), "agrees"),
+        ((60.0, 100.0), ("moe_infinity",), "same direction"),
+        ((120.0, 100.0), ("uniform",), "disagrees"),
+        ((80.0, 100.0), ("uniform", "moe_infinity"), "open"),
+    ],
+)
+def test_overloaded_queues_are_judged_by_the_sign_of_the_change(seconds, overloaded, verdict):
+    point = {"skew": "measured", "pcie_gb_s": 12.0}
+    rows = [
+        point | {"policy": name, "mean_latency_s": mean_s, "overloaded": float(name in overloaded)}
+        for name, mean_s in zip(("uniform", "moe_infinity"), seconds, strict=True)
+    ]
+    (found,) = CLAIMS[0].read(rows)
+    assert found.verdict == verdict
+    assert growing(rows, "policy")["overloaded"] == list(overloaded)
