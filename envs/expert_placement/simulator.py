@@ -258,10 +258,14 @@ class Simulator:
         self.plant = make_plant(cluster, chosen)
         self._task = np.zeros(len(prompts.tokens), np.int64)
         self._profile = np.zeros((0, cluster.layers * cluster.experts))
+        c = self.plant.cfg[0]
+        asked = c["router"] == tables.AFFINITY or c["execution"] == tables.FORWARD
+        if asked and forecast is None:  # the kernel would read beyond its arrays
+            raise ValueError("router='affinity' and execution='forward' need a forecast")
         if forecast is not None:
             self._task = forecast.task
             self._profile = forecast.profile.reshape(len(forecast.profile), -1)
-            self.plant.cfg[0]["decode_steps"] = forecast.output_tokens - 1.0
+            c["decode_steps"] = forecast.output_tokens - 1.0
         self._caches = chosen.serving == "offload"
         self._forwards = chosen.execution == "forward"
         if self._caches and cluster.slots.min() < 1:

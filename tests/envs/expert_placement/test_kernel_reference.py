@@ -417,8 +417,11 @@ def test_forwarding_by_hand():
     assert sim.counts()[0].sum() == 22 and sim.counts()[1].sum() == 0, "server 0 has taken it"
 
 
-def test_prompts_must_fit_the_model():
+def test_prompts_must_fit_the_model_and_a_forecast_be_there():
     prompts = one_prompt(two_servers(), 1, [(1,), (0,)])
+    for option in ({"execution": "forward"}, {"router": "affinity"}):
+        with pytest.raises(ValueError, match="forecast"):
+            Simulator(two_servers(), prompts, **option)
     for other in (two_servers(layers=1), two_servers(top_k=2)):
         with pytest.raises(ValueError, match="do not fit"):
             Simulator(other, prompts)
