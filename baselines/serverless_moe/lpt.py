@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from servegym import _jit
 from servegym._jit import jit
@@ -78,17 +78,6 @@ def _largest_replica_sums(replica, weight):
     return largest
 
 
-def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
-    """Longest processing time first: jobs (K,) by falling time, each to the least loaded replica.
-
-    The makespan is at most ``4/3 - 1/(3 z)`` times the optimum. Ties go to the lower index.
-    """
-    jobs = np.ascontiguousarray(jobs_s, dtype=np.float64)
-    if replicas < 1:
-        raise ValueError(f"replicas must be at least 1, got {replicas}")
-    return lpt_rows(jobs[None], replicas)[0, -1].astype(np.int64)
-
-
 def assign(
     jobs_s: Floats, replicas: int, payload_mb: Floats, limit_mb: float, max_replicas: int
 ) -> tuple[NDArray[np.int64], int]:
@@ -104,19 +93,13 @@ def assign(
     least = int(np.ceil(payload_mb.sum() / limit_mb - 1e-9))
     z = min(max(replicas, least), max_replicas)
     while True:
-        replica = lpt(jobs_s, z)
+        replica = lpt_rows(jobs_s[None], z)[0, -1].astype(np.int64)
         if _repair(replica, jobs_s, payload_mb, z, limit_mb) or z >= max_replicas:
             return replica, z
         z += 1
 
 
-def _repair(
-    replica: NDArray[np.int64],
-    jobs: NDArray[np.float64],
-    size: NDArray[np.float64],
-    z: int,
-    limit: float,
-) -> bool:
+def _repair(replica: NDArray[np.int64], jobs: Floats, size: Floats, z: int, limit: float) -> bool:
     """Move jobs from replicas above the limit to the least loaded that has room; in place."""
     slack = limit * (1.0 + 1e-12)
     payload = np.bincount(replica, weights=size, minlength=z).astype(np.float64)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from servegym.envs.serverless_moe.kernel import cost
 from servegym.envs.serverless_moe.loads import Load
@@ -34,17 +34,13 @@ def local_s(system: SystemModel, load: Load, remote: NDArray[np.bool_], main_mb:
     return np.where(remote, 0.0, each).sum(axis=1)
 
 
-def job_s(system: SystemModel, load: Load, mb: ArrayLike) -> Floats:
+def job_s(system: SystemModel, load: Load, mb: Floats) -> Floats:
     """Seconds that each expert would add to its replica in prefill, transfer included (Eq. 3).
 
-    ``mb`` is the memory of each layer ``(L,)``, for ``(L, K)`` seconds; or specifications ``(1,
-    V)`` for all of them, for ``(L, V, K)``.
+    ``mb`` is the memory of each layer ``(L,)``; seconds ``(L, K)``.
     """
-    one, more = (x[..., None] for x in system.expert_law(mb))
-    called, tokens = load.active, load.tokens
-    if one.ndim == 3:
-        called, tokens = called[:, None], tokens[:, None]
-    return cost.experts_s(one, more, cost.transfer_s(system), called, tokens)
+    one, more = (x[:, None] for x in system.expert_law(mb))
+    return cost.experts_s(one, more, cost.transfer_s(system), load.active, load.tokens)
 
 
 def _remote_mb(plan: Plan) -> Floats:

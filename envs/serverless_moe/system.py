@@ -177,7 +177,7 @@ def _fees(setting: Any) -> serverless.Fees:
     usd, step = real("fees", setting[0], 0.0, 1.0), real("fees", setting[1], 0.0, 60.0)
     if 0.0 < step < 1e-6:
         raise ValueError(f"fees={setting!r}: the granularity must be 0 or at least 1e-6 seconds.")
-    return serverless.Fees(usd, step, "chosen", "given")
+    return serverless.Fees(usd, step)
 
 
 def build_system(
@@ -210,7 +210,7 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
     Raises:
         ValueError: memory grids that cannot hold the model.
     """
-    default_main, default_remote, _ = serverless.memory_grids(model.name)
+    default_main, default_remote = serverless.memory_grids(model.name)
     bill = _fees(arguments.fees)
     card = _card(arguments.gpu, model)
     system = SystemModel(
@@ -265,21 +265,20 @@ def _card(name: str, model: MoeModel) -> serverless.GpuProfile:
 def _speeds(model: MoeModel, card: serverless.GpuProfile) -> dict[str, Any]:
     """Times of experts, GPU layers and swaps, by the names of `SystemModel`'s fields."""
     parameters = model.expert_bytes / model.bytes_per_value
-    theta1, theta3 = serverless.SERVING.expert_thetas_s(model.name, parameters)
+    theta1, theta2, theta3, further = serverless.expert_law(model.name, parameters)
     return {
         "expert_theta1_s": theta1,
-        "expert_theta2_per_gb": serverless.SERVING.theta2_per_gb(model.name),
+        "expert_theta2_per_gb": theta2,
         "expert_theta3_s": theta3,
-        "expert_token_s": serverless.SERVING.expert_token_s
-        * (parameters / serverless.SERVING.expert_parameters),
-        "max_vcpus": serverless.SERVING.max_vcpus,
+        "expert_token_s": further,
+        "max_vcpus": serverless.MAX_VCPUS,
         "gpu_layer_base_s": card.layer_base_s,
         "gpu_layer_token_s": card.layer_token_s,
         "gpu_experts_base_s": card.experts_base_s,
         "gpu_experts_token_s": card.experts_token_s,
         "gpu_experts_table": card.experts_table,
-        "swap_base_s": serverless.SERVING.swap_base_s,
-        "swap_mb_s": serverless.SERVING.swap_mb_s,
+        "swap_base_s": serverless.SWAP_BASE_S,
+        "swap_mb_s": serverless.SWAP_MB_S,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym._checks import choose, whole
+from servegym._checks import choose
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1
 from servegym.baselines.serverless_moe.remoe.memory import MemoryProblem, round_memory, solve_memory
 from servegym.baselines.serverless_moe.remoe.mmp import WorstCases, worst_cases
@@ -139,7 +139,6 @@ def remoe(
     """
     choose("reading", reading, READINGS)
     check_limits(ttft_limit_s, tpot_limit_s)
-    whole("candidates", candidates, 1)
     limits: dict[str, Any] = {"ttft_limit_s": ttft_limit_s, "tpot_limit_s": tpot_limit_s}
     if cases is None:
         cases = worst_cases(system, load, **limits)

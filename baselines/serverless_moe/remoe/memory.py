@@ -52,17 +52,6 @@ class MemoryProblem:
     eta: float = 0.1
     rounded_s: Floats | float = 0.0
 
-    def __post_init__(self) -> None:
-        shape = np.shape(self.share)
-        for name in ("theta1", "theta2", "theta3", "overhead_s", "lower_gb", "upper_gb"):
-            actual = np.shape(getattr(self, name))
-            if actual != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {actual}")
-        if (np.asarray(self.share) <= 0).any():
-            raise ValueError("share must be above 0: leave out layers without remote calls")
-        if (np.asarray(self.lower_gb) > np.asarray(self.upper_gb)).any():
-            raise ValueError("lower_gb must not be above upper_gb")
-
     def time_s(self, gb: Floats) -> Floats:
         """(L,) expected remote time of a token: ``share T(y) + overhead``."""
         law = self.theta1 * np.exp(-self.theta2 * gb) + self.theta3

@@ -19,38 +19,13 @@ from .episodes import FAMILY, make_env
 from .synthetic import make_request, tiny
 
 
-def test_theorem1_constants():
-    assert bounds.theorem1_printed(200, 64) == pytest.approx(np.sqrt(600) / 2 + 3.125)
+def test_bounds_by_hand():
     assert bounds.theorem1(200, 64, 6) == pytest.approx(np.sqrt(300) + 18.75)
-    assert bounds.corollary1_printed(200, 16, 64) == pytest.approx(np.sqrt(600) / 2 + 50)
     assert bounds.corollary1(200, 16, 64, 6) == pytest.approx(300 + 6 * np.sqrt(300))
     assert bounds.corollary1(200, 64, 64, 6) == 1200  # every call
     assert bounds.corollary1(200, 0, 64, 6) == 0
-    with pytest.raises(ValueError, match="members"):
-        bounds.corollary1(10, 65, 64, 6)
-
-
-def test_conformal_bound_covers():
-    rng = np.random.default_rng(1)
-    logits = 2.0 * rng.normal(size=(3, 1, 16))
-    n = 100
-
-    def draw(prompts):
-        # Two different experts a token (Gumbel's trick), layer by layer.
-        keys = logits + rng.gumbel(size=(prompts, 3, n, 16))
-        best = np.argsort(-keys, axis=3)[..., :2]
-        return (best[..., None] == np.arange(16)).sum(axis=(2, 3))
-
-    s = draw(100).mean(axis=0) / (2 * n)
-    bound = bounds.ConformalBound.fit(draw(200), s, top_k=2)
-    fresh = draw(200)
-    assert (fresh <= bound(s, n)).mean() == pytest.approx(0.95, abs=0.02)
-    worst = bounds.ConformalBound.fit(draw(200), s, top_k=2, layer_maximum=True)
-    assert worst.q > bound.q
-    assert (fresh <= worst(s, n)).all(axis=2).mean() == pytest.approx(0.95, abs=0.04)
-    assert bound(1.0, n) == n
-    with pytest.raises(ValueError, match="level"):
-        bounds.ConformalBound.fit(draw(2), s, 2, level=1.0)
+    found = bounds.predicted_bound(np.array([0.0, 0.01, 1.0]), 100, 2)
+    assert found == pytest.approx([np.sqrt(150), 2 + np.sqrt(150), 100])
 
 
 def test_takes_the_largest_feasible_ratio(system):
@@ -68,8 +43,6 @@ def test_takes_the_largest_feasible_ratio(system):
     tried = [worst_cases(system, load, 30.0, limit) for limit in (0.045, 0.05, 0.06, 0.08)]
     ratios = [cases.ratio[cases.chosen()] for cases in tried]
     assert ratios == sorted(ratios) and len(set(ratios)) > 1
-    with pytest.raises(ValueError, match="members"):
-        loose.only([99])
     hopeless = worst_cases(system, load, 0.1, 0.001)
     at = hopeless.chosen()
     assert not hopeless.feasible[at] and hopeless.excess[at] == hopeless.excess.min()
@@ -183,8 +156,6 @@ def test_infeasible_and_outside_the_convex_side():
     scan = np.linspace(0.1, 5000 / 1024, 20001)
     best = np.array([[q.cost(np.full(6, y))] for y in scan])[:, 0].min(axis=0)
     assert q.cost(memory.solve_memory(q)[0]) == pytest.approx(best, rel=1e-6)
-    with pytest.raises(ValueError, match="share"):
-        problem(0, share=np.zeros(6))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +187,6 @@ def test_plans_are_feasible_with_true_routing(system, reading, limits, n_in):
         ({"ttft_limit_s": -1.0}, "ttft_limit_s=-1.0"),
         ({"tpot_limit_s": float("nan")}, "tpot_limit_s=nan"),
         ({"reading": "remo"}, "remoe"),
-        ({"candidates": 0}, "candidates"),
     ],
 )
 def test_bad_numbers_are_refused(system, change, said):
