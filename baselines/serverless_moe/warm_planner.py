@@ -59,14 +59,7 @@ def relative_values(
         the last request, which was in regime r, than if nothing of use has; and ``cold_value``
         (R,): mean over the requests of ``B``. Its mean over the stationary regimes is the greatest
         average reward.
-
-    Raises:
-        ValueError: If ``chance`` is not in [0, 1) or ``tolerance`` is not positive.
     """
-    if not 0.0 <= chance < 1.0:
-        raise ValueError(f"chance is {chance}; allowed is 0 to below 1")
-    if tolerance <= 0.0:
-        raise ValueError(f"tolerance is {tolerance}; allowed is above 0")
     worth = np.zeros(cold.shape[1:])
     # Error after a change: at most change * p / (1 - p), twice that for the two ends of the span.
     small = tolerance * (1.0 - chance) / 2.0

@@ -91,7 +91,7 @@ def plan_for(
     weights_mb = system.expert_mb * remote.sum(axis=1)
     remote_mb = np.where(used, smallest_specs(system.remote_specs_mb, weights_mb), 0.0)
     if layers.size:
-        gb = round_memory(problem, solve_memory(problem)[0], system.remote_specs_mb / 1024.0)
+        gb = round_memory(problem, solve_memory(problem), system.remote_specs_mb / 1024.0)
         # The grid in MB exactly, not 1024 times its quotient.
         at = np.searchsorted(system.remote_specs_mb, gb * 1024.0 - 1e-6)
         remote_mb[layers] = system.remote_specs_mb[at]

@@ -88,20 +88,19 @@ def _inner(p: MemoryProblem, multiplier: float) -> Floats:
     return np.where(value(low) < value(inside), low, inside)
 
 
-def solve_memory(p: MemoryProblem) -> tuple[Floats, float]:
+def solve_memory(p: MemoryProblem) -> Floats:
     """Solve the relaxed P2 by its dual (Eq. 14): one TPOT multiplier, found by bisection.
 
     Returns:
-        (L,) memory and the multiplier in USD/s; where even the largest memory misses the time
-        limit, that and 0.
+        (L,) memory; the largest where even that misses the time limit.
     """
     gb = _inner(p, 0.0)
     if not gb.size or p.time_s(gb).sum() <= p.time_limit_s:
-        return gb, 0.0
+        return gb
     # A little beyond the end of the box nothing moves any more, whatever the multiplier.
     upper = np.asarray(p.upper_gb, float)
     if p.time_s(upper).sum() >= p.time_limit_s:
-        return upper, 0.0
+        return upper
     low, high = 0.0, max(p.holding_usd_s, p.price_usd_gb_s)
     while p.time_s(_inner(p, high)).sum() > p.time_limit_s:
         low, high = high, 4.0 * high
@@ -113,7 +112,7 @@ def solve_memory(p: MemoryProblem) -> tuple[Floats, float]:
             low = middle
         else:
             high = middle
-    return _inner(p, high), high
+    return _inner(p, high)
 
 
 def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> Floats:

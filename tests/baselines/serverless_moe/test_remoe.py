@@ -95,35 +95,13 @@ def cost_slope(p, gb):
     return (1 + p.eta) * (time_slope(p, gb) * rate + p.price_usd_gb_s * seconds)
 
 
-def kkt_residual(p, gb, multiplier):
-    """Largest relative violation of P2's KKT conditions, box multipliers eliminated."""
-    slope = cost_slope(p, gb) + multiplier * time_slope(p, gb)
-    holding = (1 + p.eta) * (p.holding_usd_s + p.price_usd_gb_s * gb) + multiplier
-    scale = np.abs(time_slope(p, gb)) * holding
-    scale += (1 + p.eta) * p.price_usd_gb_s * (p.time_s(gb) + p.rounded_s)
-    # At the lower end the slope may be positive, at the upper end negative.
-    wrong = np.where(gb <= p.lower_gb + 1e-12, np.minimum(slope, 0.0), slope)
-    wrong = np.where(gb >= p.upper_gb - 1e-12, np.maximum(wrong, 0.0), wrong)
-    excess = p.time_s(gb).sum() / p.time_limit_s - 1.0
-    slack = abs(excess) if multiplier > 0 else max(excess, 0.0)
-    return max(np.max(np.abs(wrong) / scale), slack)
-
-
-def dual(p, gb, multiplier):
-    """Value of the dual at a minimiser of its Lagrangian."""
-    slack = multiplier * (p.time_s(gb).sum() - p.time_limit_s) if multiplier else 0.0
-    return p.cost(gb).sum() + slack
-
-
 @pytest.mark.parametrize("slack", [None, 0.5, 0.05, 0.01, 1e-4])
 @pytest.mark.parametrize("seed", range(4))
 def test_dual_agrees_with_scipy(seed, slack):
     p = problem(seed, slack=slack)
-    gb, multiplier = memory.solve_memory(p)
+    gb = memory.solve_memory(p)
     cost = p.cost(gb).sum()
-    assert kkt_residual(p, gb, multiplier) < 1e-7
     assert p.time_s(gb).sum() <= p.time_limit_s * (1 + 1e-9)
-    assert cost - dual(p, gb, multiplier) == pytest.approx(0.0, abs=1e-9 * cost)
     constraints = []
     if slack is not None:
         constraints = [
@@ -149,13 +127,13 @@ def test_infeasible_and_outside_the_convex_side():
     p = problem(0)
     fastest = p.time_s(p.upper_gb).sum()
     never = memory.MemoryProblem(**{**p.__dict__, "time_limit_s": fastest / 2})
-    assert (memory.solve_memory(never)[0] == p.upper_gb).all()
+    assert (memory.solve_memory(never) == p.upper_gb).all()
     # Concave at the lower end: the minimum is still that of a fine scan.
     q = problem(1, theta2=0.5, holding_usd_s=1e-6, lower_gb=np.full(6, 0.1))
     assert (2 / q.theta2 - q.holding_usd_s / q.price_usd_gb_s > q.lower_gb).all()
     scan = np.linspace(0.1, 5000 / 1024, 20001)
     best = np.array([[q.cost(np.full(6, y))] for y in scan])[:, 0].min(axis=0)
-    assert q.cost(memory.solve_memory(q)[0]) == pytest.approx(best, rel=1e-6)
+    assert q.cost(memory.solve_memory(q)) == pytest.approx(best, rel=1e-6)
 
 
 @pytest.mark.parametrize(
