@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.serverless_moe.lpt import assign, replica_loads
+from servegym.baselines.serverless_moe.lpt import assign, lpt_rows, replica_sums
 from servegym.baselines.serverless_moe.remoe.bounds import predicted_bound, theorem4
 from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
@@ -57,7 +57,9 @@ def choose_replicas(
     safe = np.where(remote_mb > 0, remote_mb, 1024.0)
     jobs = np.where(remote, job_s(system, load, safe), 0.0)
     body = load.tokens * system.token_mb
-    busy, largest_mb = replica_loads(jobs, body, z_max)
+    replica = lpt_rows(jobs, z_max)
+    busy = replica_sums(replica, jobs)
+    largest_mb = replica_sums(replica, np.where(remote, body, 0.0)).max(axis=2)
 
     fit = largest_mb * PAYLOAD_MARGIN <= system.payload_mb
     # Where no number holds the margin the smallest largest body is what can be done.

@@ -67,24 +67,14 @@ def test_payload_repair():
     assert lpt.assign(np.ones(1), 1, np.array([9.0]), 5.0, 4)[1] == 4
 
 
-def test_replica_loads_are_those_of_lpt():
+def test_rows_and_sums_are_those_of_lpt():
     rng = np.random.default_rng(1)
-    jobs = rng.exponential(size=(3, 5, 9)) * (rng.random((3, 5, 9)) < 0.8)
-    body = rng.random((3, 5, 9))  # of all experts: those that are no job must not count
-    busy, largest = lpt.replica_loads(jobs, body, 4)
-    lpt.replica_loads(jobs, np.float64(0.5), 4)  # one compiled version takes both
-    assert len(getattr(lpt._replica_loads, "signatures", [1])) == 1
-    for i, j, z in itertools.product(range(3), range(5), range(1, 5)):
-        replica = plans.lpt(jobs[i, j], z)
-        assert busy[i, j, z - 1, :z] == pytest.approx(np.bincount(replica, jobs[i, j], z))
-        assert not busy[i, j, z - 1, z:].any()
-        bodies = np.bincount(replica, body[i, j] * (jobs[i, j] > 0), z)
-        assert largest[i, j, z - 1] == pytest.approx(bodies.max())
-
-
-def test_lpt_rows_is_lpt():
-    rng = np.random.default_rng(0)
-    jobs = rng.exponential(size=(7, 9))
-    found = lpt.lpt_rows(jobs, 4)
+    jobs, weight = rng.exponential(size=(7, 9)), rng.random((7, 9))
+    replica = lpt.lpt_rows(jobs, 4)
+    sums = lpt.replica_sums(replica, weight)
+    assert (lpt.replica_sums(replica[None], weight[None])[0] == sums).all()
     for row, z in itertools.product(range(7), range(1, 5)):
-        assert found[row, z - 1].tolist() == plans.lpt(jobs[row], z).tolist()
+        expected = plans.lpt(jobs[row], z)
+        assert replica[row, z - 1].tolist() == expected.tolist()
+        assert sums[row, z - 1, :z] == pytest.approx(np.bincount(expected, weight[row], z))
+        assert not sums[row, z - 1, z:].any()

@@ -115,15 +115,14 @@ def test_table_knows_what_is_warm():
     limits = {"ttft_limit_s": 8.0, "tpot_limit_s": 0.06}
     cold = table.values(load, frequency, **limits)
     all_warm = table.values(load, frequency, starts=False, **limits)
-    sets = table.sets(frequency)
-    level, at = 4, (4, 1, 2, 1, 1)
+    choices, level, at = table.choices(frequency, 100), 4, (4, 1, 2, 1, 1)
     warm = WarmFunctions(
-        main_mb=float(table.main_mb[2 * level + 1, 2]),
+        main_mb=float(choices.main_mb[2 * level + 1, 2]),
         level=level,
         order=1,
         same=True,
-        remote_mb=table.memory_mb(sets, 100)[2 * level + 1, :, 1],
-        replicas=table.replicas(sets, 100)[2 * level + 1, :, 1],
+        remote_mb=choices.memory_mb[2 * level + 1, :, 1],
+        replicas=choices.replicas[2 * level + 1, :, 1],
     )
     mine = table.values(load, frequency, warm=warm, **limits)
     assert mine.ttft_s[at] == pytest.approx(all_warm.ttft_s[at])
