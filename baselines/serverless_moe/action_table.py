@@ -191,7 +191,8 @@ class ActionTable:
         """
         values = evaluate_actions(self.system, self.choices(frequency, load.n_in), load, **limits)
         shape = (len(self.system.levels), 2, *values.reward.shape[1:])
-        return ActionValues(*(x.reshape(shape) for x in values[:4]), values.mix_usd)
+        reward, cost_usd, ttft_s, tpot_s = (x.reshape(shape) for x in values[:4])
+        return ActionValues(reward, cost_usd, ttft_s, tpot_s, values.mix_usd)
 
     def reward(
         self, load: Load, frequency: NDArray, action: NDArray[np.int64], **limits: Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,7 +45,7 @@ def replica_sums(replica: NDArray[np.int8], weight: Floats) -> Floats:
     z_max = replica.shape[-2]
     place = np.arange(replica[..., 0].size).reshape(*replica.shape[:-1], 1) * z_max + replica
     weights = np.broadcast_to(weight[..., None, :], replica.shape)
-    sums = np.bincount(place.ravel(), weights.ravel(), replica[..., 0].size * z_max)
+    sums: Any = np.bincount(place.ravel(), weights.ravel(), replica[..., 0].size * z_max)
     return sums.reshape(*replica.shape[:-1], z_max)
 
 

@@ -52,7 +52,7 @@ def choose_replicas(
         Replicas int (L,), 0 for a layer without remote experts; and the replica of each expert int
         (L, K), -1 for a local one.
     """
-    used = remote.any(axis=1)
+    used = np.asarray(remote.any(axis=1))
     z_max = system.z_max
     safe = np.where(remote_mb > 0, remote_mb, 1024.0)
     jobs = np.where(remote, job_s(system, load, safe), 0.0)
@@ -67,7 +67,7 @@ def choose_replicas(
     z = np.where(fit.any(axis=1), fit.argmax(axis=1), fallback) + 1
 
     local = local_s(system, load, remote, main_mb)[:, None]
-    numbers = np.arange(1, z_max + 1)
+    numbers = np.arange(1.0, z_max + 1)
     trem, mb = load.trem_s[:, None], remote_mb[:, None]
     slowest, prefill = remote_prefill(system, np.moveaxis(busy, -1, 0), trem, mb)
     prefill = prefill._replace(seconds=layer_s(system, local, slowest, load.n_in))

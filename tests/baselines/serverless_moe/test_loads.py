@@ -10,9 +10,10 @@ from servegym.envs.serverless_moe import plans
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import evaluate_plan, expected_outcome
 from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.workloads.expert_sets import bit_sets
 
-from .synthetic import draw_sets, remote_set, tiny
+from .synthetic import draw_sets, tiny
 
 
 def test_predicted_load_is_the_mean_of_known_ones(system):
@@ -23,7 +24,7 @@ def test_predicted_load_is_the_mean_of_known_ones(system):
     frequency = np.full((2, 32), 1 / 32)
     load = Load.predicted(system, frequency, 20, 30, 2e-4)
     assert load.tokens.sum(axis=1) == pytest.approx([40, 40])
-    remote = remote_set(frequency, 0.5)
+    remote = least_used(frequency, 16)
     plan = plans.make_plan(system, remote, load.tokens, 30)
     costs = []
     for _ in range(300):

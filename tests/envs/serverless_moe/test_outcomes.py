@@ -9,7 +9,7 @@ from servegym.envs.serverless_moe.kernel.cost import Bill, main_usd_s, rounding_
 from servegym.envs.serverless_moe.outcomes import evaluate_plan, plan_start
 from servegym.envs.serverless_moe.plans import lpt, make_plan, mix_plan, violated
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Plan, Request
-from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s, build_system
 from servegym.envs.workloads.activations import load_model, make_toy_activations
 from servegym.envs.workloads.expert_sets import bit_sets, set_bits
@@ -199,11 +199,6 @@ def test_the_law_of_expert_time():
 def test_lpt_by_hand():
     assert lpt(np.array([7.0, 6.0, 5.0, 4.0, 3.0]), 2).tolist() == [0, 1, 1, 0, 0]
     assert lpt(np.array([1.0, 1.0, 1.0]), 3).tolist() == [0, 1, 2]
-    assert remote_count(0.5, 64) == 32 and remote_count(1 / 3, 8) == 3
-    # ceil(b K) does not suffer from rounding.
-    assert [int(remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
-    with pytest.raises(ValueError, match="ratio"):
-        remote_count(1.5, 4)
     assert least_used(np.array([[0.7, 0.1, 0.1, 0.1]]), 2).tolist() == [[0, 1, 1, 0]]
     members = np.random.default_rng(0).random((5, 64)) < 0.5
     np.testing.assert_array_equal(set_bits(bit_sets(members), 64), members)

@@ -138,22 +138,6 @@ class MedoidTree:
         # The root has no medoid; its row is never read.
         self._medoid_units = units[np.maximum(self.nodes[:, kernel.MEDOID], 0)]
 
-    @property
-    def leaves(self) -> list[Indexes]:
-        """The prompts of each leaf, from left to right."""
-        ends = sorted(
-            self.nodes[self.nodes[:, kernel.COUNT] == 0][:, [kernel.START, kernel.STOP]].tolist()
-        )
-        return [self.order[start:stop] for start, stop in ends]
-
-    @property
-    def depth(self) -> int:
-        """Steps from the root to the deepest leaf."""
-        depth = np.zeros(len(self.nodes), int)
-        for i in range(1, len(self.nodes)):
-            depth[i] = depth[self.nodes[i, kernel.PARENT]] + 1
-        return int(depth.max())
-
     def search(self, queries: Floats, alpha: int) -> tuple[Indexes, Floats]:
         """Similar prompts of unit vectors ``(Q, d)`` (Algorithm 1), see `predictors.kernel.search`.
 
