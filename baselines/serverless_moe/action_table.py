@@ -33,7 +33,7 @@ from servegym.envs.serverless_moe.kernel.cost import (
 )
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import without_experts
-from servegym.envs.serverless_moe.plans import smallest_specs
+from servegym.envs.serverless_moe.plans import main_choices, smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first
 
 Floats = NDArray[np.float64]
@@ -124,15 +124,12 @@ class ActionTable:
 
     def __init__(self, system: ServerlessSystem) -> None:
         self.system = system
-        model = system.model
         self._cache: OrderedDict[bytes, tuple[NDArray[Any], ...]] = OrderedDict()
         # Sets: levels x 2 orders, the order changing fastest.
         self.members = np.repeat(np.asarray(system.levels), 2)
-        local = (model.num_experts - self.members) * float(model.expert_mb.sum())
-        specs = model.main_specs_mb
-        least = smallest_specs(specs, local + model.token_mb * system.max_output_tokens)
-        spare = least[:, None] + system.arguments.w_headroom_mb
-        self.main_mb = smallest_specs(specs, spare)  # (S, W)
+        self.main_mb = main_choices(  # (S, W)
+            system.model, self.members, system.arguments.w_headroom_mb, system.max_output_tokens
+        )
 
     def _sets(self, frequency: NDArray) -> tuple[NDArray[Any], ...]:
         """What depends on the prediction (L, K) alone, cached.

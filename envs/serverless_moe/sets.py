@@ -12,7 +12,7 @@ def least_used_first(score: ArrayLike) -> NDArray[np.int64]:
 
 
 def least_used(activations: np.ndarray, count: int) -> np.ndarray:
-    """R_l of every layer, bool ``(L, K)``: the ``count`` least activated, ties to the lower."""
+    """R_l of every layer, bool ``(..., K)``: the ``count`` least activated, ties to the lower."""
     remote = np.zeros(activations.shape, dtype=bool)
     np.put_along_axis(remote, least_used_first(activations)[..., :count], True, axis=-1)
     return remote
