@@ -14,9 +14,8 @@ from servegym.envs._batch import Batch
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
 from servegym.envs.serverless_moe.kernel import layout
-from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.records import Request, recorded_request
 from servegym.envs.serverless_moe.rivals import serve
-from servegym.envs.workloads.expert_sets import set_bits
 from servegym.envs.workloads.lengths import sample_lengths
 
 REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
@@ -206,15 +205,9 @@ class ServerlessBatch(Batch):
     def request(self, row: int, index: int) -> Request:
         """A drawn request of a row with its true routing."""
         drawn = self.arrays.requests[row, index]
-        prompt, n_in, n_out = (int(drawn[name]) for name in ("prompt", "n_in", "n_out"))
-        start, end = self.problem.activations.bank_start[prompt : prompt + 2]
-        bank = self.problem.activations.bank[start:end]
-        places = (int(drawn["offset"]) + np.arange(n_in + n_out)) % len(bank)
-        members = set_bits(bank, self.problem.system.num_experts)
-        times = np.bincount(places[:n_in], minlength=len(bank))
-        counts = np.tensordot(times, members, axes=(0, 0)).astype(np.int64)
+        walk = (int(drawn[name]) for name in ("prompt", "offset", "n_in", "n_out"))
         trem = self.arrays.trem[row, index + 1].copy()
-        return Request(counts, bank[places[n_in:]], trem, n_in)
+        return recorded_request(self.problem.activations, *walk, trem)
 
     def _deploy(self, row: int, index: int) -> None:
         """Reckon what the problem's deployment takes for a drawn request."""

@@ -32,7 +32,7 @@ from servegym.experiments.papers.serverless.setting import (
     N_OUT,
     SYNTHETIC,
     TREM_S,
-    recorded_request,
+    paper_request,
     with_interval,
 )
 from servegym.experiments.papers.study import Study, command
@@ -44,7 +44,7 @@ def cold_rows(name: str, prompts: int) -> list[dict[str, Any]]:
     activations, system, rows = load_activations(name), build_system(name), []
     predicted = predict(activations).astype(np.float64)
     queries = activations.rows("eval")[:prompts]
-    request = recorded_request(activations, int(queries[0]))
+    request = paper_request(activations, int(queries[0]))
     mix = deployment_cost("mix", system, request).bill.cold_s
 
     def add(link: str, method: str, b: Any, starts: list[tuple[float, float]]) -> None:

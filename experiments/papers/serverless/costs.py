@@ -39,7 +39,7 @@ from servegym.experiments.papers.serverless.setting import (
     N_OUT,
     SYNTHETIC,
     TREM_S,
-    recorded_request,
+    paper_request,
     with_interval,
 )
 from servegym.experiments.papers.study import Options, Study, command, ends
@@ -86,7 +86,7 @@ def measure(
     predict = fitted(activations, "output", "sps" if activations.embeddings else "category")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     for prompt, share in zip(rows.tolist(), predict(rows), strict=True):
-        request = recorded_request(activations, prompt, n_in, n_out)
+        request = paper_request(activations, prompt, n_in, n_out)
         for name in DEPLOYMENTS:
             results[name].append(_numbers(deployment_cost(name, system, request, **LIMITS)))
         expected = Load.predicted(system, share, n_in, n_out, TREM_S)

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from servegym.envs.serverless_moe.config import PRESETS
-from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.records import Request, recorded_request
 from servegym.envs.workloads.activations import Activations
-from servegym.envs.workloads.expert_sets import set_bits
 from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.papers.study import interval_columns
 
@@ -24,18 +23,12 @@ N_IN, N_OUT = PRESETS["seed"]["prompt_tokens"], PRESETS["seed"]["output_tokens"]
 LIMITS = dict(zip(("ttft_limit_s", "tpot_limit_s"), *PRESETS["seed"]["slo"], strict=True))
 
 
-def recorded_request(
+def paper_request(
     activations: Activations, prompt: int, n_in: int = N_IN, n_out: int = N_OUT
 ) -> Request:
-    """A request that walks through the recorded tokens of a prompt, from the first one on.
-
-    Where it is longer than the recording, the walk begins anew. It has ``n_in`` prompt tokens and
-    ``n_out`` after the first generated one.
-    """
-    bank = activations.bank[activations.bank_start[prompt] : activations.bank_start[prompt + 1]]
-    tokens = bank[np.arange(n_in + n_out) % len(bank)]
-    counts = set_bits(tokens[:n_in], activations.model.experts).sum(axis=0)
-    return Request(counts.astype(np.int64), tokens[n_in:], np.full(bank.shape[1], TREM_S), n_in)
+    """A request that walks through the recorded tokens of a prompt, with the paper's overhead."""
+    overhead = np.full(activations.bank.shape[1], TREM_S)
+    return recorded_request(activations, prompt, 0, n_in, n_out, overhead)
 
 
 def with_interval(key: str, values: ArrayLike) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from servegym.envs.serverless_moe.kernel.cost import (
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.plans import mix_plan
-from servegym.envs.serverless_moe.records import Request
-from servegym.envs.workloads.expert_sets import set_bits
+from servegym.envs.serverless_moe.records import recorded_request
 
 from ...envs.serverless_moe.reference import plan_of
 from .episodes import FAMILY, make_env, run
@@ -63,10 +62,8 @@ def test_table_agrees_with_the_equations(model, changes):
     system = ServerlessSystem.from_problem(problem)
     table, book, rng = ActionTable(system), problem.activations, np.random.default_rng(1)
     prompt, n_in, n_out = int(problem.rows[3]), 300, 60
-    bank = book.bank[book.bank_start[prompt] : book.bank_start[prompt + 1]]
-    tokens = bank[np.arange(n_in + n_out) % len(bank)]
-    counts = set_bits(tokens[:n_in], system.model.num_experts).sum(axis=0)
-    request = Request(counts, tokens[n_in:], np.full(system.model.moe_layers, 3e-4), n_in)
+    overhead = np.full(system.model.moe_layers, 3e-4)
+    request = recorded_request(book, prompt, 0, n_in, n_out, overhead)
     frequency = problem.predicted[prompt]
     values = table.values(Load.known(request), frequency, ttft_limit_s=8.0, tpot_limit_s=0.06)
     for _ in range(40):

@@ -1,34 +1,15 @@
-"""Cold starts by hand, and the requests that walk through a recording."""
+"""Cold starts by hand, and the planners' spreads."""
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem
 from servegym.envs.serverless_moe.config import build_system
-from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import cold_start as serverless_coldstart
-from servegym.experiments.papers.serverless.setting import recorded_request
 
 DEEPSEEK = "deepseek-v2-lite"
-
-
-def test_recorded_request_counts_tokens_one_by_one():
-    book = load_activations(DEEPSEEK)
-    prompt, n_in, n_out = 3, 200, 150
-    request = recorded_request(book, prompt, n_in, n_out)
-    bank = book.bank[book.bank_start[prompt] : book.bank_start[prompt + 1]]
-    assert n_in > len(bank)  # so that it begins anew
-    counts = np.zeros_like(request.prefill_counts)
-    for i in range(n_in):
-        for layer, mask in enumerate(bank[i % len(bank)].tolist()):
-            for k in range(64):
-                counts[layer, k] += mask >> k & 1
-    assert (request.prefill_counts == counts).all()
-    assert (request.decode_sets[0] == bank[n_in % len(bank)]).all()
-    assert request.n_out == n_out and (request.trem_s == 3e-4).all()
 
 
 def test_rows_of_a_model():

@@ -9,7 +9,7 @@ from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import costs as serverless_costs
-from servegym.experiments.papers.serverless.setting import recorded_request
+from servegym.experiments.papers.serverless.setting import paper_request
 
 
 def measured(bill, prompts):
@@ -31,7 +31,7 @@ def test_measures_the_held_out_prompts_of_the_recording(toy):
     system = build_system(toy.model)
     for name in ("mix", "cpu"):
         costs = [
-            deployment_cost(name, system, recorded_request(toy, p, 20, 12)).cost_usd
+            deployment_cost(name, system, paper_request(toy, p, 20, 12)).cost_usd
             for p in (held[0], held[(len(held) - 1) // 2], held[-1])
         ]
         assert found[name]["cost"] == pytest.approx(costs)
@@ -40,7 +40,7 @@ def test_measures_the_held_out_prompts_of_the_recording(toy):
 def test_a_bill_has_its_fees_rounding_and_prices(toy):
     found = {bill: measured(bill, 2) for bill in serverless_costs.BILLS}
     prompt = toy.rows("eval")[0]
-    request = recorded_request(toy, prompt, 20, 12)
+    request = paper_request(toy, prompt, 20, 12)
     for bill, (usd, cpu, ratio) in {
         "none": (0.0, 1.6276e-8, 3.0),
         "aws_lambda": (2e-7, 1.6276e-8, 3.0),
