@@ -84,7 +84,7 @@ def regime_transitions(system: ServerlessSystem) -> Floats:
     return np.full((count, count), other) + np.eye(count) * (1.0 - leaves - other)
 
 
-def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Observed]:
+def train_requests(system: ServerlessSystem, requests: int) -> list[Observed]:
     """Requests of the train split as a policy would see them, nothing warm.
 
     They are drawn from the environment of ``system.arguments``, whatever split these name.
@@ -96,7 +96,7 @@ def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[O
     changes = {"split": "train", "episode_requests": requests, "view": layout.DICT}
     problem = problem_of(replace(system.arguments, **changes))
     batch = ServerlessBatch(problem, 1)
-    batch.draw(0, np.random.default_rng(seed))
+    batch.draw(0, np.random.default_rng(0))
     return [
         Observed(
             frequency=problem.predicted[int(drawn["prompt"])],
@@ -124,17 +124,11 @@ class WarmPlanner(ServerlessPolicy):
     Args:
         system: The system.
         requests: Train requests that it plans on.
-        seed: Seed of their draw.
-
-    Raises:
-        ValueError: If ``requests`` is less than 1.
     """
 
     name = "warm_planner"
 
-    def __init__(self, system: ServerlessSystem, *, requests: int = 200, seed: int = 0) -> None:
-        if requests < 1:
-            raise ValueError(f"requests must be at least 1, got {requests}")
+    def __init__(self, system: ServerlessSystem, *, requests: int = 200) -> None:
         super().__init__(system)
         self._switching = regime_transitions(system)
         self.chance = min(system.reuse_chance(), MOST_CHANCE)
@@ -145,7 +139,7 @@ class WarmPlanner(ServerlessPolicy):
                 )
                 for starts in (True, False)
             ]
-            for request in train_requests(system, requests, seed)
+            for request in train_requests(system, requests)
         ]
         count, shape = len(self._switching), tables[0][0].shape  # (R, levels, 2, W, Y, Z)
         # Expected over the regime of the request, given the last one's.

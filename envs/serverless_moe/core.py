@@ -200,7 +200,8 @@ class ServerlessBatch(Batch):
         spread = random.standard_normal(self.arrays.trem.shape[1:]) * a.trem_sigma
         self.arrays.trem[row] = np.array(a.trem_s)[regime][:, None] * np.exp(spread)
         for index in range(self.arrays.deployment.shape[1]):
-            self._deploy(row, index)
+            served = serve(a.deployment, p.system, self.request(row, index))
+            self.arrays.deployment[row, index] = served
 
     def request(self, row: int, index: int) -> Request:
         """A drawn request of a row with its true routing."""
@@ -208,13 +209,6 @@ class ServerlessBatch(Batch):
         walk = (int(drawn[name]) for name in ("prompt", "offset", "n_in", "n_out"))
         trem = self.arrays.trem[row, index + 1].copy()
         return recorded_request(self.problem.activations, *walk, trem)
-
-    def _deploy(self, row: int, index: int) -> None:
-        """Reckon what the problem's deployment takes for a drawn request."""
-        p, d = self.problem, self.arrays.deployment[row, index]
-        served = serve(p.arguments.deployment, p.system, self.request(row, index))
-        for name in served._fields:
-            d[name] = getattr(served, name)
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
