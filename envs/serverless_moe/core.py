@@ -206,9 +206,10 @@ class ServerlessBatch(Batch):
     def request(self, row: int, index: int) -> Request:
         """A drawn request of a row with its true routing."""
         drawn = self.arrays.requests[row, index]
-        walk = (int(drawn[name]) for name in ("prompt", "offset", "n_in", "n_out"))
+        names = ("prompt", "offset", "n_in", "n_out")
+        prompt, offset, n_in, n_out = (int(drawn[name]) for name in names)
         trem = self.arrays.trem[row, index + 1].copy()
-        return recorded_request(self.problem.activations, *walk, trem)
+        return recorded_request(self.problem.activations, prompt, offset, n_in, n_out, trem)
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
