@@ -16,7 +16,7 @@ remote ones, replicas), so the action is MultiDiscrete. What differs from ``ppo`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,8 @@ from servegym.agents.lib.checkpoint import (
     saved_args,
     write_checkpoint,
 )
-from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
-from servegym.agents.lib.evaluation import play_rule
+from servegym.agents.lib.environments import episode_seeds, make_envs
+from servegym.agents.lib.evaluation import Validation
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 
@@ -51,8 +51,6 @@ class Args(RunArgs):
     """an environment with one Box and MultiDiscrete actions"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in model=gpt-oss-20b"""
-    keep_action: bool = True
-    """the action has a last part that keeps the plan that is warm"""
     total_timesteps: int = 1_638_400
     """environment steps (requests) over all environments, rounded up to whole updates"""
     num_envs: int = 128
@@ -83,8 +81,6 @@ class Args(RunArgs):
     """steps between evaluations on the validation split"""
     eval_episodes: int = 16
     """episodes per evaluation"""
-    cuda: bool = False
-    """run the networks on a GPU"""
 
 
 def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
@@ -95,13 +91,18 @@ def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     return linear
 
 
+def mlp(inputs: int, width: int, outputs: int, std: float) -> nn.Sequential:
+    """The usual two hidden layers; ``std`` is that of the last weights."""
+    first, second, last = layer(inputs, width), layer(width, width), layer(width, outputs, std)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
+
+
 class Agent(nn.Module):
     """Actor and critic over flat observations (B, columns).
 
     Args:
         columns: Width of the observation.
-        choices: Number of values of each part of the action.
-        keep: Whether the last part keeps the plan that is warm.
+        choices: Number of values of each part of the action; the last keeps the plan that is warm.
         width: Hidden units of every layer.
     """
 
@@ -109,19 +110,11 @@ class Agent(nn.Module):
     variance: Tensor
     count: Tensor
 
-    def __init__(self, columns: int, choices: Sequence[int], keep: bool, width: int) -> None:
+    def __init__(self, columns: int, choices: list[int], width: int) -> None:
         super().__init__()
-        self.columns, self.choices, self.keep, self.width = columns, list(choices), keep, width
-        self.actor, self.critic = (
-            nn.Sequential(
-                layer(columns, width),
-                nn.Tanh(),
-                layer(width, width),
-                nn.Tanh(),
-                layer(width, outputs, std),
-            )
-            for outputs, std in ((sum(choices), 0.01), (1, 1.0))
-        )
+        self.columns, self.choices = columns, choices
+        self.actor = mlp(columns, width, sum(choices), 0.01)
+        self.critic = mlp(columns, width, 1, 1.0)
         self.register_buffer("mean", torch.zeros(columns))
         self.register_buffer("variance", torch.ones(columns))
         self.register_buffer("count", torch.zeros(()))
@@ -148,9 +141,20 @@ class Agent(nn.Module):
         """Values (B,)."""
         return self.critic(self.standardise(x)).squeeze(1)
 
-    def act(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The likeliest value of every part, (B, parts)."""
-        return torch.stack([part.argmax(1) for part in self.log_probs(x, mask)], 1)
+    @torch.no_grad()
+    def act(self, observation: Any, action_mask: Any) -> NDArray[np.int64]:
+        """The likeliest value of every part, (B, parts).
+
+        Raises:
+            ValueError: If the columns or the parts are not those of the training.
+        """
+        x, mask = torch.as_tensor(observation).float(), torch.as_tensor(action_mask)
+        if x.shape[-1] != self.columns or mask.shape[-1] != sum(self.choices):
+            raise ValueError(
+                f"trained on {self.columns} columns and choices {self.choices}, got "
+                f"{x.shape[-1]} columns and {mask.shape[-1]} choices in all"
+            )
+        return torch.stack([part.argmax(1) for part in self.log_probs(x, mask)], 1).numpy()
 
     def forward(
         self, x: Tensor, mask: Tensor, action: Tensor | None = None
@@ -165,37 +169,14 @@ class Agent(nn.Module):
             action = torch.stack([p.exp().multinomial(1).squeeze(1) for p in parts], 1)
         chosen = [p.gather(1, action[:, k, None]).squeeze(1) for k, p in enumerate(parts)]
         entropy = [-(p.exp() * p).sum(1) for p in parts]
-        log_prob, total = sum(chosen[:-1]), sum(entropy[:-1])
-        if self.keep:
-            log_prob = log_prob * (action[:, -1] == 0)
-            total = total * parts[-1][:, 0].exp()
-        return action, log_prob + chosen[-1], total + entropy[-1], self.value(x)
+        log_prob = sum(chosen[:-1]) * (action[:, -1] == 0) + chosen[-1]
+        total = sum(entropy[:-1]) * parts[-1][:, 0].exp() + entropy[-1]
+        return action, log_prob, total, self.value(x)
 
 
 def env_kwargs(args: Args) -> dict[str, Any]:
-    """Arguments of the training environment."""
-    return {"keep_action": args.keep_action} | parse_settings(args.set)
-
-
-def evaluate(agent: Agent, envs: gym.vector.VectorEnv) -> dict[str, float]:
-    """The likeliest actions on an episode of each validation environment, always the same ones.
-
-    Returns:
-        ``eval/score``, the mean reward a request, and ``eval/kept_share``, the share of requests
-        whose action keeps the warm plan.
-    """
-    n, device = envs.num_envs, agent.mean.device
-    obs, info = envs.reset(seed=10_000)
-    reward_sum, keeps, steps, alive = 0.0, 0, 0, np.ones(n, bool)
-    while alive.any():
-        mask = torch.as_tensor(action_masks(info, n, sum(agent.choices)), device=device)
-        with torch.no_grad():
-            action = agent.act(torch.as_tensor(obs, device=device), mask).cpu().numpy()
-        obs, reward, terminated, truncated, info = envs.step(action)
-        reward_sum, steps = reward_sum + float(reward[alive].sum()), steps + int(alive.sum())
-        keeps += int(action[alive, -1].sum()) if agent.keep else 0
-        alive &= ~(terminated | truncated)
-    return {"eval/score": reward_sum / steps, "eval/kept_share": keeps / steps}
+    """Arguments of the environment."""
+    return parse_settings(args.set) | {"keep_action": True}
 
 
 def advantages_of(
@@ -211,25 +192,6 @@ def advantages_of(
     return advantages
 
 
-def open_envs(args: Args) -> tuple[gym.vector.VectorEnv, gym.vector.VectorEnv]:
-    """Environments for training and for evaluation.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    batch_size = args.num_envs * args.num_steps
-    if not 1 <= args.num_minibatches <= batch_size // 2:
-        raise ValueError(
-            f"num_minibatches={args.num_minibatches} must be from 1 to half of "
-            f"num_envs * num_steps={batch_size}"
-        )
-    envs = make_envs(args.env_id, args.num_envs, **env_kwargs(args))
-    box, multi = envs.single_observation_space, envs.single_action_space
-    if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
-        raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
-    return envs, make_envs(args.env_id, args.eval_episodes, **env_kwargs(args) | {"split": "val"})
-
-
 @saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors).
@@ -239,16 +201,20 @@ def train(args: Args) -> Path:
     """
     n, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
     num_updates = -(-args.total_timesteps // batch_size)
+    if args.num_minibatches > batch_size // 2:
+        raise ValueError(
+            f"num_minibatches={args.num_minibatches} must be from 1 to half of "
+            f"num_envs * num_steps={batch_size}"
+        )
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs, eval_envs = open_envs(args)
-    spaces: Any = envs.single_observation_space, envs.single_action_space
-    (columns,), choices = spaces[0].shape, [int(k) for k in spaces[1].nvec]
-    keep = bool(env_kwargs(args).get("keep_action"))
-    agent = Agent(columns, choices, keep, args.width).to(device)
+    envs = make_envs(args.env_id, n, **env_kwargs(args))
+    box, multi = envs.single_observation_space, envs.single_action_space
+    if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
+        raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
+    shape = {"columns": box.shape[0], "choices": multi.nvec.tolist(), "width": args.width}
+    agent = Agent(**shape)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    shape = {"columns": columns, "choices": choices, "keep": keep, "width": args.width}
     meta = {
         "agent": "ppo_serverless",
         "args": json.dumps(asdict(args)),
@@ -256,25 +222,23 @@ def train(args: Args) -> Path:
         "setting": ServerlessSystem.from_env(envs).setting,
     }
     log = RunLog(args, "ppo_serverless", args.env_id, parse_settings(args.set))
-    save_policy = log.save = partial(write_checkpoint, agent, meta)
-    settings = parse_settings(args.set) | {"split": "val"}
-    played = play_rule(args.env_id, args.eval_episodes, 10_000, **settings)
-    rule = played and (played.rule, played.returns.sum() / played.decisions)
+    log.save = partial(write_checkpoint, agent, meta)
+    validation = Validation(args.env_id, args.eval_episodes, env_kwargs(args) | {"split": "val"})
 
     # Buffers (num_steps, num_envs, ...).
-    obs = torch.zeros((num_steps, n, columns), device=device)
-    masks = torch.zeros((num_steps, n, sum(choices)), dtype=torch.int8, device=device)
-    actions = torch.zeros((num_steps, n, len(choices)), dtype=torch.long, device=device)
-    logprobs, rewards, values, dones = torch.zeros((4, num_steps, n), device=device)
+    obs = torch.zeros((num_steps, n, agent.columns))
+    masks = torch.zeros((num_steps, n, sum(agent.choices)), dtype=torch.int8)
+    actions = torch.zeros((num_steps, n, len(agent.choices)), dtype=torch.long)
+    logprobs, rewards, values, dones = torch.zeros((4, num_steps, n))
 
-    next_obs, info = envs.reset(seed=episode_seeds(args.seed, n))
-    next_obs = torch.as_tensor(next_obs, device=device)
+    observed, info = envs.reset(seed=episode_seeds(args.seed, n))
+    next_obs, mask = torch.as_tensor(observed), info["action_mask"]
     agent.update_statistics(next_obs)
     parts = {"agent": agent, "optimizer": optimizer, "envs": envs}
     update, mean_reward, best_score, metrics = log.restore(parts, (0, 0.0, -np.inf, {}))
     if log.saved is not None:
         observed, mask = envs.unwrapped.observe()  # pyright: ignore
-        next_obs, info = torch.as_tensor(observed, device=device), {"action_mask": mask}
+        next_obs = torch.as_tensor(observed)
     while True:
         step = update * batch_size
         log.snapshot(step, parts, (update, mean_reward, best_score, metrics))
@@ -283,11 +247,9 @@ def train(args: Args) -> Path:
         last = update == num_updates
         if not update or last or interval_passed(args.eval_every, step - batch_size, step):
             log.phase = "evaluating"
-            result = evaluate(agent, eval_envs)
-            metrics |= result
-            score = result["eval/score"]
-            log.say_score(step, "mean reward", score, rule)
-            best_score = save_best_and_last(save_policy, args, log.run, score, best_score)
+            score = validation.score(agent.act)
+            log.say_score(step, validation.metric, score, validation.rule)
+            best_score = save_best_and_last(log.save, args, log.run, score, best_score)
         log.write(step, metrics)
         if last:
             break
@@ -297,14 +259,14 @@ def train(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * frac
         with torch.no_grad():
             for t in range(num_steps):
-                obs[t] = next_obs
-                masks[t] = torch.as_tensor(action_masks(info, n, sum(choices)))
+                obs[t], masks[t] = next_obs, torch.as_tensor(mask)
                 actions[t], logprobs[t], _, values[t] = agent(obs[t], masks[t])
-                observed, reward, terminated, truncated, info = envs.step(actions[t].cpu().numpy())
-                next_obs, done = torch.as_tensor(observed, device=device), terminated | truncated
+                observed, reward, terminated, truncated, info = envs.step(actions[t].numpy())
+                next_obs, mask = torch.as_tensor(observed), info["action_mask"]
+                done = terminated | truncated
                 rewards[t], dones[t] = torch.as_tensor(reward), torch.as_tensor(done)
                 for i in np.flatnonzero(truncated & ~terminated):  # the episode would go on
-                    final = torch.as_tensor(info["final_obs"][i], device=device)
+                    final = torch.as_tensor(info["final_obs"][i])
                     rewards[t, i] += args.gamma * agent.value(final[None])[0]
                 log.add_rewards(reward, done)
 
@@ -348,28 +310,17 @@ def train(args: Args) -> Path:
             "losses/clipfrac": outside.float().mean().item(),
         }
     envs.close()
-    eval_envs.close()
     return log.run
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
-    net = Agent(**json_field(meta, "shape"))
+    shape = json_field(meta, "shape")
+    net = Agent(shape["columns"], shape["choices"], shape["width"])
     net.load_state_dict(weights)
-
-    def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
-        rows = torch.as_tensor(np.asarray(observation)).float()
-        mask = torch.as_tensor(np.asarray(action_mask))
-        if rows.shape[-1] != net.columns or mask.shape[-1] != sum(net.choices):
-            raise ValueError(
-                f"trained on {net.columns} columns and choices {net.choices}, got "
-                f"{rows.shape[-1]} columns and {mask.shape[-1]} choices in all"
-            )
-        return net.act(rows, mask).numpy()
-
     args = saved_args(Args, json_field(meta, "args"))
-    policy = CheckpointPolicy("ppo_serverless", "flat", args, net, decide)
-    policy.env_kwargs = {"keep_action": net.keep}
+    policy = CheckpointPolicy("ppo_serverless", "flat", args, net, net.act)
+    policy.env_kwargs = {"keep_action": True}
     return policy
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
+from servegym.baselines.serverless_moe.lpt import lpt_rows, replica_sums
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
@@ -33,7 +33,7 @@ from servegym.envs.serverless_moe.kernel.cost import (
 )
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import without_experts
-from servegym.envs.serverless_moe.plans import smallest_specs
+from servegym.envs.serverless_moe.plans import main_choices, smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first
 
 Floats = NDArray[np.float64]
@@ -101,8 +101,7 @@ class CandidateActions:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class ActionValues:
+class ActionValues(NamedTuple):
     """Of every action: shape (S, W, Y, Z) each; (levels, 2, W, Y, Z) in an action table.
 
     Attributes:
@@ -120,45 +119,28 @@ class ActionValues:
     mix_usd: float
 
 
-@dataclass(frozen=True, eq=False)
-class RemoteSets:
-    """What depends on the prediction alone. S = levels x 2 orders, the order changing fastest.
-
-    Attributes:
-        remote: bool (S, L, K).
-        replica: int8 (S, L, Z, K) replica of each expert if there are 1..Z.
-        share: (S, L) predicted share of the remote experts.
-        top: (S, L, Z) predicted share of the most loaded replica.
-    """
-
-    remote: NDArray[np.bool_]
-    replica: NDArray[np.int8]
-    share: Floats
-    top: Floats
-
-
 class ActionTable:
     """Evaluates all global actions of a system for one request at a time."""
 
     def __init__(self, system: ServerlessSystem) -> None:
         self.system = system
-        model = system.model
-        self._cache: OrderedDict[bytes, RemoteSets] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[NDArray[Any], ...]] = OrderedDict()
+        # Sets: levels x 2 orders, the order changing fastest.
         self.members = np.repeat(np.asarray(system.levels), 2)
-        most = system.max_output_tokens
-        local = (model.num_experts - self.members) * float(model.expert_mb.sum())
-        specs = model.main_specs_mb
-        least = smallest_specs(specs, local + model.token_mb * most)
-        spare = least[:, None] + system.arguments.w_headroom_mb
-        self.main_mb = smallest_specs(specs, spare)  # (S, W)
+        self.main_mb = main_choices(  # (S, W)
+            system.model, self.members, system.arguments.w_headroom_mb, system.max_output_tokens
+        )
 
-    def sets(self, frequency: NDArray) -> RemoteSets:
-        """Remote sets and replicas of a predicted activation matrix (L, K), cached."""
+    def _sets(self, frequency: NDArray) -> tuple[NDArray[Any], ...]:
+        """What depends on the prediction (L, K) alone, cached.
+
+        ``remote``, ``replica`` and ``top`` of `CandidateActions`, and the predicted share (S, L) of
+        the remote experts.
+        """
         key = np.ascontiguousarray(frequency, dtype=np.float32).tobytes()
-        sets = self._cache.get(key)
-        if sets is not None:
+        if key in self._cache:
             self._cache.move_to_end(key)
-            return sets
+            return self._cache[key]
         model = self.system.model
         share = np.asarray(frequency, np.float64)
         orders = np.stack([least_used_first(share), least_used_first(self.system.shared)])
@@ -171,42 +153,29 @@ class ActionTable:
         replica = lpt_rows(jobs.reshape(-1, share.shape[1]), model.z_max)
         replica = replica.reshape(*remote.shape[:2], model.z_max, -1)
         inside = np.where(remote, share, 0.0)
-        top = largest_replica_sums(replica, inside)
-        sets = RemoteSets(remote, replica, inside.sum(axis=2), top)
-        self._cache[key] = sets
+        top = replica_sums(replica, inside).max(axis=3)
+        self._cache[key] = remote, replica, top, inside.sum(axis=2)
         if len(self._cache) > CACHED_PREDICTIONS:
             self._cache.popitem(last=False)
-        return sets
-
-    def memory_mb(self, sets: RemoteSets, n_in: float) -> Floats:
-        """Y of each layer and headroom, (S, L, Y); of no meaning where nothing is remote."""
-        model, specs = self.system.model, self.system.model.remote_specs_mb
-        need = model.expert_mb * self.members[:, None] + model.token_mb * model.top_k * n_in * (
-            sets.share
-        )
-        least = smallest_specs(specs, need)
-        return smallest_specs(specs, least[..., None] + self.system.arguments.y_headroom_mb)
-
-    def replicas(self, sets: RemoteSets, n_in: float) -> NDArray[np.int64]:
-        """Replicas of each layer and headroom, (S, L, Z)."""
-        model = self.system.model
-        body = sets.top * (model.top_k * n_in * model.token_mb)
-        fits = body <= model.payload_mb
-        least = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, model.z_max)
-        return np.minimum(least[..., None] + self.system.arguments.z_headroom, model.z_max)
+        return self._cache[key]
 
     def choices(self, frequency: NDArray, n_in: float) -> CandidateActions:
         """All actions for a prompt of ``n_in`` tokens."""
-        sets = self.sets(frequency)
+        model, arguments = self.system.model, self.system.arguments
+        remote, replica, top, share = self._sets(frequency)
+        need = model.expert_mb * self.members[:, None] + model.token_mb * model.top_k * n_in * share
+        least_mb = smallest_specs(model.remote_specs_mb, need)[..., None]
+        fits = top * (model.top_k * n_in * model.token_mb) <= model.payload_mb
+        least = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, model.z_max)[..., None]
         return CandidateActions(
             self.members,
             np.arange(self.members.size) % 2,
-            sets.remote,
-            sets.replica,
-            sets.top,
+            remote,
+            replica,
+            top,
             self.main_mb,
-            self.memory_mb(sets, n_in),
-            self.replicas(sets, n_in),
+            smallest_specs(model.remote_specs_mb, least_mb + arguments.y_headroom_mb),
+            np.minimum(least + arguments.z_headroom, model.z_max),
         )
 
     def values(self, load: Load, frequency: NDArray, **limits: Any) -> ActionValues:
@@ -219,8 +188,8 @@ class ActionTable:
         """
         values = evaluate_actions(self.system, self.choices(frequency, load.n_in), load, **limits)
         shape = (len(self.system.levels), 2, *values.reward.shape[1:])
-        arrays = (values.reward, values.cost_usd, values.ttft_s, values.tpot_s)
-        return ActionValues(*(x.reshape(shape) for x in arrays), mix_usd=values.mix_usd)
+        reward, cost_usd, ttft_s, tpot_s = (x.reshape(shape) for x in values[:4])
+        return ActionValues(reward, cost_usd, ttft_s, tpot_s, values.mix_usd)
 
     def reward(
         self, load: Load, frequency: NDArray, action: NDArray[np.int64], **limits: Any
@@ -266,8 +235,10 @@ def evaluate_actions(
         top_all = c.top * (top_k * n_in)
         top_first = active[..., None] / np.arange(1, model.z_max + 1)
     else:
-        top_all = largest_replica_sums(c.replica, np.where(c.remote, load.tokens, 0.0))
-        top_first = largest_replica_sums(c.replica, np.where(c.remote, load.active, 0.0))
+        top_all, top_first = (
+            replica_sums(c.replica, np.where(c.remote, x, 0.0)).max(axis=3)
+            for x in (load.tokens, load.active)
+        )
     step = np.maximum(c.replicas, 1) - 1
     top = np.take_along_axis(top_all, step, axis=2)  # (S, L, Z)
     calls = np.take_along_axis(top_first, step, axis=2)
@@ -361,7 +332,7 @@ def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctio
     fresh = np.broadcast_to(c.replicas[:, :, None], (*c.memory_mb.shape, c.replicas.shape[2]))
     fresh = fresh * used[:, None, None, None]
     main_cold = np.ones(c.main_mb.shape)
-    if warm is not None and system.arguments.keep_alive_s > 0.0:
+    if warm is not None:
         # All or no experts remote: both orders give the same sets.
         either = (c.members == 0) | (c.members == model.num_experts)
         same_sets = (c.order == warm.order) & ((c.order == 1) | warm.same)

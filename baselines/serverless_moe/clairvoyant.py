@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.base import Actions, Observed, ServerlessPolicy, best_action
-from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.loads import Load
+
+CONFIGURATIONS = 32
 
 
 class Clairvoyant(ServerlessPolicy):
@@ -67,19 +68,13 @@ class Lookahead(Clairvoyant):
     """Clairvoyant planner: a whole episode as it really is, by dynamic programming.
 
     The state is the configuration that is warm. At each request it either keeps one of the
-    ``configurations`` most wanted shared ones (warm if the same was used last and the gap is short)
+    `CONFIGURATIONS` most wanted shared ones (warm if the same was used last and the gap is short)
     or takes the best action for a cold start. Reuse between different actions is not counted, and
     other configurations are not tried: a policy that does either can get more, so that its reward
     is no bound.
     """
 
     name = "lookahead"
-
-    def __init__(self, system: ServerlessSystem, *, configurations: int = 32) -> None:
-        super().__init__(system)
-        if configurations < 1:
-            raise ValueError(f"configurations must be at least 1, got {configurations}")
-        self.configurations = configurations
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -118,7 +113,7 @@ class Lookahead(Clairvoyant):
         votes = np.bincount([int(w.argmax()) for w in warm], minlength=warm[0].size)
         mean = np.mean(warm, axis=0)
         # Those with the most votes, and the best on average among equals.
-        some = np.lexsort((-mean, -votes))[: self.configurations - 1]
+        some = np.lexsort((-mean, -votes))[: CONFIGURATIONS - 1]
         some = np.unique(np.append(some, int(mean.argmax())))
         cold_some = np.array(cold)[:, some].astype(np.float64)
         warm_some = np.array(warm)[:, some].astype(np.float64)

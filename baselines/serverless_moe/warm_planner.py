@@ -59,14 +59,7 @@ def relative_values(
         the last request, which was in regime r, than if nothing of use has; and ``cold_value``
         (R,): mean over the requests of ``B``. Its mean over the stationary regimes is the greatest
         average reward.
-
-    Raises:
-        ValueError: If ``chance`` is not in [0, 1) or ``tolerance`` is not positive.
     """
-    if not 0.0 <= chance < 1.0:
-        raise ValueError(f"chance is {chance}; allowed is 0 to below 1")
-    if tolerance <= 0.0:
-        raise ValueError(f"tolerance is {tolerance}; allowed is above 0")
     worth = np.zeros(cold.shape[1:])
     # Error after a change: at most change * p / (1 - p), twice that for the two ends of the span.
     small = tolerance * (1.0 - chance) / 2.0
@@ -91,7 +84,7 @@ def regime_transitions(system: ServerlessSystem) -> Floats:
     return np.full((count, count), other) + np.eye(count) * (1.0 - leaves - other)
 
 
-def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Observed]:
+def train_requests(system: ServerlessSystem, requests: int) -> list[Observed]:
     """Requests of the train split as a policy would see them, nothing warm.
 
     They are drawn from the environment of ``system.arguments``, whatever split these name.
@@ -103,7 +96,7 @@ def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[O
     changes = {"split": "train", "episode_requests": requests, "view": layout.DICT}
     problem = problem_of(replace(system.arguments, **changes))
     batch = ServerlessBatch(problem, 1)
-    batch.draw(0, np.random.default_rng(seed))
+    batch.draw(0, np.random.default_rng(0))
     return [
         Observed(
             frequency=problem.predicted[int(drawn["prompt"])],
@@ -131,17 +124,11 @@ class WarmPlanner(ServerlessPolicy):
     Args:
         system: The system.
         requests: Train requests that it plans on.
-        seed: Seed of their draw.
-
-    Raises:
-        ValueError: If ``requests`` is less than 1.
     """
 
     name = "warm_planner"
 
-    def __init__(self, system: ServerlessSystem, *, requests: int = 200, seed: int = 0) -> None:
-        if requests < 1:
-            raise ValueError(f"requests must be at least 1, got {requests}")
+    def __init__(self, system: ServerlessSystem, *, requests: int = 200) -> None:
         super().__init__(system)
         self._switching = regime_transitions(system)
         self.chance = min(system.reuse_chance(), MOST_CHANCE)
@@ -152,7 +139,7 @@ class WarmPlanner(ServerlessPolicy):
                 )
                 for starts in (True, False)
             ]
-            for request in train_requests(system, requests, seed)
+            for request in train_requests(system, requests)
         ]
         count, shape = len(self._switching), tables[0][0].shape  # (R, levels, 2, W, Y, Z)
         # Expected over the regime of the request, given the last one's.

@@ -9,7 +9,7 @@ from typing import Any
 from servegym._checks import choose, real, whole
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments
-from servegym.hardware_profiles.serverless import GPUS, SERVING
+from servegym.hardware_profiles import serverless
 
 DEFAULT_MODEL = "deepseek-v2-lite"
 DEPLOYMENTS = ("plan", "cpu", "gpu", "fetch", "per_expert")
@@ -94,18 +94,20 @@ def _steps(high: float, each: Callable[..., Any] = real) -> Callable[[str, Any],
 class SystemArguments(Arguments):
     """The constants of `build_system`."""
 
-    gpu: str = arg.choice("eager", GPUS, "the first two chosen, the cards by their laws")
-    container_start_s: float = arg.number(SERVING.container_start_s, 0.0, "start of a container, s")
-    load_mb_s: float = arg.number(SERVING.load_mb_s, 0.0, "loading of weights", open_low=True)
-    z_max: int = arg.whole(SERVING.z_max, 1, "most replicas of a remote function", high=64)
+    gpu: str = arg.choice("eager", serverless.GPUS, "the first two chosen, the cards by their laws")
+    container_start_s: float = arg.number(
+        serverless.CONTAINER_START_S, 0.0, "start of a container, s"
+    )
+    load_mb_s: float = arg.number(serverless.LOAD_MB_S, 0.0, "loading of weights", open_low=True)
+    z_max: int = arg.whole(serverless.Z_MAX, 1, "most replicas of a remote function", high=64)
     main_specs_mb: Any = arg.other(None, "memory sold, (low, high, step); the model's own")
     remote_specs_mb: Any = arg.other(None, "likewise of remote functions")
     bandwidth_mb_s: float = arg.number(
-        SERVING.bandwidth_mb_s, 0.0, "between functions", open_low=True
+        serverless.BANDWIDTH_MB_S, 0.0, "between functions", open_low=True
     )
-    payload_mb: float = arg.number(SERVING.payload_mb, 0.0, "of a call at most", open_low=True)
-    price_ratio: float = arg.number(SERVING.price_ratio, 0.0, "c_g / c_c", open_low=True)
-    price_cpu_usd_mb_s: float = arg.number(SERVING.price_cpu_usd_mb_s, 0.0, "c_c", open_low=True)
+    payload_mb: float = arg.number(serverless.PAYLOAD_MB, 0.0, "of a call at most", open_low=True)
+    price_ratio: float = arg.number(serverless.PRICE_RATIO, 0.0, "c_g / c_c", open_low=True)
+    price_cpu_usd_mb_s: float = arg.number(serverless.PRICE_CPU_USD_MB_S, 0.0, "c_c", open_low=True)
     fees: Any = arg.other(
         "none", "or `aws_lambda`, `alibaba_fc`, or (USD a call, billing step in s)"
     )

@@ -15,7 +15,6 @@ from servegym.envs.serverless_moe.arguments import (
     ServerlessArguments,
 )
 from servegym.envs.serverless_moe.kernel import layout
-from servegym.envs.serverless_moe.sets import remote_count
 from servegym.envs.serverless_moe.system import (
     SystemModel,
     best_ttft_s,
@@ -202,7 +201,7 @@ def _actions(
     """What the actions mean: remote experts by b; headroom of w, y and z; values of each action."""
     experts, levels = system.num_experts, arguments.levels
     count = min(experts, 16) + 1 if levels is None else whole("levels", levels, 2, experts + 1)
-    remote_counts = np.unique([remote_count(i / (count - 1), experts) for i in range(count)])
+    remote_counts = np.unique(-(-np.arange(count) * experts // (count - 1)))  # ceil(b K)
     w, y, z = (
         np.array(steps, dtype=np.float64)
         for steps in (arguments.w_headroom_mb, arguments.y_headroom_mb, arguments.z_headroom)

@@ -14,9 +14,8 @@ from servegym.envs._batch import Batch
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
 from servegym.envs.serverless_moe.kernel import layout
-from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.records import Request, recorded_request
 from servegym.envs.serverless_moe.rivals import serve
-from servegym.envs.workloads.expert_sets import set_bits
 from servegym.envs.workloads.lengths import sample_lengths
 
 REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
@@ -201,27 +200,16 @@ class ServerlessBatch(Batch):
         spread = random.standard_normal(self.arrays.trem.shape[1:]) * a.trem_sigma
         self.arrays.trem[row] = np.array(a.trem_s)[regime][:, None] * np.exp(spread)
         for index in range(self.arrays.deployment.shape[1]):
-            self._deploy(row, index)
+            served = serve(a.deployment, p.system, self.request(row, index))
+            self.arrays.deployment[row, index] = served
 
     def request(self, row: int, index: int) -> Request:
         """A drawn request of a row with its true routing."""
         drawn = self.arrays.requests[row, index]
-        prompt, n_in, n_out = (int(drawn[name]) for name in ("prompt", "n_in", "n_out"))
-        start, end = self.problem.activations.bank_start[prompt : prompt + 2]
-        bank = self.problem.activations.bank[start:end]
-        places = (int(drawn["offset"]) + np.arange(n_in + n_out)) % len(bank)
-        members = set_bits(bank, self.problem.system.num_experts)
-        times = np.bincount(places[:n_in], minlength=len(bank))
-        counts = np.tensordot(times, members, axes=(0, 0)).astype(np.int64)
+        names = ("prompt", "offset", "n_in", "n_out")
+        prompt, offset, n_in, n_out = (int(drawn[name]) for name in names)
         trem = self.arrays.trem[row, index + 1].copy()
-        return Request(counts, bank[places[n_in:]], trem, n_in)
-
-    def _deploy(self, row: int, index: int) -> None:
-        """Reckon what the problem's deployment takes for a drawn request."""
-        p, d = self.problem, self.arrays.deployment[row, index]
-        served = serve(p.arguments.deployment, p.system, self.request(row, index))
-        for name in served._fields:
-            d[name] = getattr(served, name)
+        return recorded_request(self.problem.activations, prompt, offset, n_in, n_out, trem)
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from servegym.envs.serverless_moe.kernel.cost import planned_job_s
 from servegym.envs.serverless_moe.records import Plan
@@ -29,6 +30,15 @@ def main_memory_mb(system: SystemModel, remote: np.ndarray, n_out: float) -> flo
     """Left side of 10f: CPU memory in MB that the main function needs."""
     local = (system.expert_mb * (~remote).sum(axis=1)).sum()
     return float(local) + system.token_mb * n_out
+
+
+def main_choices(
+    system: SystemModel, members: np.ndarray, headroom_mb: ArrayLike, n_out: int
+) -> np.ndarray:
+    """W for numbers of remote experts a layer ``(S,)`` and MB above the least, ``(S, W)``."""
+    local = (system.num_experts - members) * float(system.expert_mb.sum())
+    least = smallest_specs(system.main_specs_mb, local + system.token_mb * n_out)
+    return smallest_specs(system.main_specs_mb, least[:, None] + np.asarray(headroom_mb))
 
 
 def replica_sums(plan: Plan, weights: np.ndarray) -> np.ndarray:

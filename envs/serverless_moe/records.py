@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from servegym.envs.serverless_moe.kernel.cost import Bill
+from servegym.envs.workloads.activations import Activations
+from servegym.envs.workloads.expert_sets import set_bits
 
 CONSTRAINTS = ("main_memory", "remote_memory", "payload", "replicas", "specification")
 """10f, 10e, 10g, 10i and 10d."""
@@ -33,6 +35,18 @@ class Request:
     def n_out(self) -> int:
         """Generated tokens after the first one."""
         return len(self.decode_sets)
+
+
+def recorded_request(
+    activations: Activations, prompt: int, offset: int, n_in: int, n_out: int, trem_s: np.ndarray
+) -> Request:
+    """A request that walks round and round the recorded tokens of a prompt, from ``offset`` on."""
+    start, end = activations.bank_start[prompt : prompt + 2]
+    bank = activations.bank[start:end]
+    places = (offset + np.arange(n_in + n_out)) % len(bank)
+    times = np.bincount(places[:n_in], minlength=len(bank))
+    counts = np.tensordot(times, set_bits(bank, activations.model.experts), axes=(0, 0))
+    return Request(counts.astype(np.int64), bank[places[n_in:]], trem_s, n_in)
 
 
 @dataclass(eq=False)

@@ -15,12 +15,12 @@ those of one invocation for CPU, GPU and Fetch; per_expert pays them for every c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from servegym._checks import choose
-from servegym.envs.serverless_moe.kernel import cost
+from servegym.envs.serverless_moe.kernel import cost, layout
 from servegym.envs.serverless_moe.outcomes import check_limits, evaluate_plan
 from servegym.envs.serverless_moe.plans import mix_plan, smallest_spec, smallest_specs
 from servegym.envs.serverless_moe.records import Cold, Outcome, Request
@@ -30,26 +30,12 @@ from servegym.envs.workloads.expert_sets import set_bits
 DEPLOYMENTS = ("cpu", "gpu", "fetch", "mix", "per_expert")
 
 
-class Served(NamedTuple):
-    """What a deployment other than MIX takes for a request.
-
-    The fields are those of `kernel.DEPLOYMENT`, which says what each is. By default there is no
-    remote function.
-    """
-
-    rate_usd_s: float
-    main_mb: float
-    prefill_s: float
-    decode_s: float
-    start_main_s: float
-    remote: float = 0.0
-    prefill_mb_s: float = 0.0
-    decode_mb_s: float = 0.0
-    rounding_mb_s: float = 0.0
-    invocations: int = 1
-    start_remote_s: float = 0.0
-    start_mb_s: float = 0.0
-    start_rounding_mb_s: float = 0.0
+def _served(**parts: float) -> Any:
+    """A record of `layout.DEPLOYMENT`; what is not said is 0."""
+    served = np.zeros(1, layout.DEPLOYMENT)[0]
+    for name, value in ({"invocations": 1} | parts).items():
+        served[name] = value
+    return served
 
 
 def deployment_cost(
@@ -97,18 +83,12 @@ def deployment_cost(
     )
 
 
-def serve(name: str, system: SystemModel, request: Request) -> Served:
-    """Serve a request by a deployment other than MIX, as parts.
-
-    Args:
-        name: ``cpu``, ``gpu``, ``fetch`` or ``per_expert``.
-        system: The system.
-        request: The request with its true routing.
-    """
+def serve(name: str, system: SystemModel, request: Request) -> Any:
+    """What a deployment other than MIX takes for a request, `layout.DEPLOYMENT`."""
     return _SERVE[name](system, request)
 
 
-def _cpu(system: SystemModel, request: Request) -> Served:
+def _cpu(system: SystemModel, request: Request) -> Any:
     weights = system.all_non_expert_mb + system.all_experts_mb
     need = weights + (request.n_in + request.n_out) * system.gpu_token_mb
     # Above the largest specification the bill still grows: the weights have to be somewhere.
@@ -118,32 +98,42 @@ def _cpu(system: SystemModel, request: Request) -> Served:
     prefill = size * float(system.expert_cpu_s(memory, request.n_in)) + experts
     one = float(system.expert_cpu_s(memory, 1))
     decode = request.n_out * one * (size + system.moe_layers * system.top_k)
-    rate = system.price_cpu * memory
-    return Served(rate, memory, prefill, decode, cost.start_s(system, weights))
+    return _served(
+        rate_usd_s=system.price_cpu * memory,
+        main_mb=memory,
+        prefill_s=prefill,
+        decode_s=decode,
+        start_main_s=cost.start_s(system, weights),
+    )
 
 
-def _on_gpu(system: SystemModel, request: Request, rate_usd_s: float, main_mb: float) -> Served:
+def _on_gpu(system: SystemModel, request: Request, rate_usd_s: float, main_mb: float) -> Any:
     def step(tokens: int) -> float:
         blocks = system.layers * cost.block_s(system, tokens)
         return blocks + system.moe_layers * system.gpu_experts_s(tokens)
 
-    start = cost.start_s(system, system.all_non_expert_mb + system.all_experts_mb)
-    return Served(rate_usd_s, main_mb, step(request.n_in), request.n_out * step(1), start)
+    return _served(
+        rate_usd_s=rate_usd_s,
+        main_mb=main_mb,
+        prefill_s=step(request.n_in),
+        decode_s=request.n_out * step(1),
+        start_main_s=cost.start_s(system, system.all_non_expert_mb + system.all_experts_mb),
+    )
 
 
-def _gpu(system: SystemModel, request: Request) -> Served:
+def _gpu(system: SystemModel, request: Request) -> Any:
     memory = cost.gpu_mb(system, request.n_in + request.n_out) + system.all_experts_mb
     return _on_gpu(system, request, system.price_gpu * memory, 0.0)
 
 
-def _fetch(system: SystemModel, request: Request) -> Served:
+def _fetch(system: SystemModel, request: Request) -> Any:
     room = system.top_k * float(system.expert_mb.sum())
     memory = smallest_spec(system.main_specs_mb, system.all_experts_mb)
     rate = cost.main_usd_s(system, request.n_in + request.n_out, memory) + system.price_gpu * room
     return _on_gpu(system, request, rate, memory)
 
 
-def _per_expert(system: SystemModel, request: Request) -> Served:
+def _per_expert(system: SystemModel, request: Request) -> Any:
     n = request.prefill_counts
     need = system.expert_mb[:, None] + system.token_mb * n
     memory = smallest_specs(system.remote_specs_mb, need)
@@ -173,12 +163,12 @@ def _per_expert(system: SystemModel, request: Request) -> Served:
         rounding[layer] += times * one_more[layer]
     main_mb = smallest_spec(system.main_specs_mb, system.token_mb * request.n_out)
     start = cost.start_s(system, system.expert_mb)[:, None]
-    return Served(
-        cost.main_usd_s(system, request.n_in + request.n_out, main_mb),
-        main_mb,
-        prefill,
-        decode,
-        cost.start_s(system, system.all_non_expert_mb),
+    return _served(
+        rate_usd_s=cost.main_usd_s(system, request.n_in + request.n_out, main_mb),
+        main_mb=main_mb,
+        prefill_s=prefill,
+        decode_s=decode,
+        start_main_s=cost.start_s(system, system.all_non_expert_mb),
         remote=1.0,
         prefill_mb_s=float((memory * jobs).sum()),
         decode_mb_s=decode_mb_s,
@@ -190,7 +180,7 @@ def _per_expert(system: SystemModel, request: Request) -> Served:
     )
 
 
-_SERVE: dict[str, Callable[[SystemModel, Request], Served]] = {
+_SERVE: dict[str, Callable[[SystemModel, Request], Any]] = {
     "cpu": _cpu,
     "gpu": _gpu,
     "fetch": _fetch,

@@ -177,7 +177,7 @@ def _fees(setting: Any) -> serverless.Fees:
     usd, step = real("fees", setting[0], 0.0, 1.0), real("fees", setting[1], 0.0, 60.0)
     if 0.0 < step < 1e-6:
         raise ValueError(f"fees={setting!r}: the granularity must be 0 or at least 1e-6 seconds.")
-    return serverless.Fees(usd, step, "chosen", "given")
+    return serverless.Fees(usd, step)
 
 
 def build_system(
@@ -210,14 +210,35 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
     Raises:
         ValueError: memory grids that cannot hold the model.
     """
-    default_main, default_remote, _ = serverless.memory_grids(model.name)
+    main_specs, remote_specs = serverless.memory_grids(model.name)
     bill = _fees(arguments.fees)
-    card = _card(arguments.gpu, model)
+    experts = np.zeros(model.layers, dtype=np.int64)
+    experts[list(model.moe_layers)] = model.experts
+    expert_mb = model.expert_bytes / serverless.MB
+    non_expert_mb = np.asarray(model.non_expert_mb, dtype=np.float64)
+    parameters = model.expert_bytes / model.bytes_per_value
+    theta1, theta2, theta3, further = serverless.expert_law(model.name, parameters)
+    card = serverless.gpu_profile(
+        arguments.gpu,
+        model.name,
+        non_expert_mb=float(non_expert_mb.mean()),
+        expert_mb=expert_mb,
+        parameters=parameters,
+        experts=model.experts,
+        top_k=model.top_k,
+    )
     system = SystemModel(
         name=model.name,
         gpu=arguments.gpu,
-        main_specs_mb=_specs("main_specs_mb", arguments.main_specs_mb, default_main),
-        remote_specs_mb=_specs("remote_specs_mb", arguments.remote_specs_mb, default_remote),
+        layers=model.layers,
+        experts=experts,
+        top_k=model.top_k,
+        main_specs_mb=_specs("main_specs_mb", arguments.main_specs_mb, main_specs),
+        remote_specs_mb=_specs("remote_specs_mb", arguments.remote_specs_mb, remote_specs),
+        expert_mb=np.full(len(model.moe_layers), expert_mb),
+        non_expert_mb=non_expert_mb,
+        kv_mb_per_token=np.full(model.layers, model.kv_bytes_per_token_layer / serverless.MB),
+        token_mb=model.token_bytes / serverless.MB,
         bandwidth_mb_s=arguments.bandwidth_mb_s,
         price_cpu=arguments.price_cpu_usd_mb_s,
         price_gpu=arguments.price_cpu_usd_mb_s * arguments.price_ratio,
@@ -225,62 +246,23 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
         container_start_s=arguments.container_start_s,
         z_max=arguments.z_max,
         payload_mb=arguments.payload_mb,
-        **_sizes(model),
-        **_speeds(model, card),
+        expert_theta1_s=theta1,
+        expert_theta2_per_gb=theta2,
+        expert_theta3_s=theta3,
+        expert_token_s=further,
+        max_vcpus=serverless.MAX_VCPUS,
+        gpu_layer_base_s=card.layer_base_s,
+        gpu_layer_token_s=card.layer_token_s,
+        gpu_experts_base_s=card.experts_base_s,
+        gpu_experts_token_s=card.experts_token_s,
+        gpu_experts_table=card.experts_table,
+        swap_base_s=serverless.SWAP_BASE_S,
+        swap_mb_s=serverless.SWAP_MB_S,
         invocation_usd=bill.invocation_usd,
         granularity_s=bill.granularity_s,
     )
     _check_memory(system, max_output_tokens)
     return system
-
-
-def _sizes(model: MoeModel) -> dict[str, Any]:
-    """Numbers of layers and experts and their memory, by the names of `SystemModel`'s fields."""
-    experts = np.zeros(model.layers, dtype=np.int64)
-    experts[list(model.moe_layers)] = model.experts
-    return {
-        "layers": model.layers,
-        "experts": experts,
-        "top_k": model.top_k,
-        "expert_mb": np.full(len(model.moe_layers), model.expert_bytes / serverless.MB),
-        "non_expert_mb": np.asarray(model.non_expert_mb, dtype=np.float64),
-        "kv_mb_per_token": np.full(model.layers, model.kv_bytes_per_token_layer / serverless.MB),
-        "token_mb": model.token_bytes / serverless.MB,
-    }
-
-
-def _card(name: str, model: MoeModel) -> serverless.GpuProfile:
-    """The GPU profile of that name for a model."""
-    return serverless.gpu_profile(
-        name,
-        model.name,
-        non_expert_mb=float(model.non_expert_mb.mean()),
-        expert_mb=model.expert_bytes / serverless.MB,
-        parameters=model.expert_bytes / model.bytes_per_value,
-        experts=model.experts,
-        top_k=model.top_k,
-    )
-
-
-def _speeds(model: MoeModel, card: serverless.GpuProfile) -> dict[str, Any]:
-    """Times of experts, GPU layers and swaps, by the names of `SystemModel`'s fields."""
-    parameters = model.expert_bytes / model.bytes_per_value
-    theta1, theta3 = serverless.SERVING.expert_thetas_s(model.name, parameters)
-    return {
-        "expert_theta1_s": theta1,
-        "expert_theta2_per_gb": serverless.SERVING.theta2_per_gb(model.name),
-        "expert_theta3_s": theta3,
-        "expert_token_s": serverless.SERVING.expert_token_s
-        * (parameters / serverless.SERVING.expert_parameters),
-        "max_vcpus": serverless.SERVING.max_vcpus,
-        "gpu_layer_base_s": card.layer_base_s,
-        "gpu_layer_token_s": card.layer_token_s,
-        "gpu_experts_base_s": card.experts_base_s,
-        "gpu_experts_token_s": card.experts_token_s,
-        "gpu_experts_table": card.experts_table,
-        "swap_base_s": serverless.SERVING.swap_base_s,
-        "swap_mb_s": serverless.SERVING.swap_mb_s,
-    }
 
 
 def _check_memory(system: SystemModel, max_output_tokens: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs.serverless_moe.kernel import layout
-from servegym.envs.serverless_moe.plans import main_memory_mb, smallest_spec
+from servegym.envs.serverless_moe.plans import main_choices
 from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.expert_sets import bit_sets, masks_to_ids, set_bits
@@ -42,13 +42,13 @@ def make_tables(
     masks, share, worst_expert = _remote_sets(table, shared, levels)
     sums, sums_start = _cumulative_counts(activations, predicted.shape[2])
     bank = np.array(activations.bank)
-    most_tokens = int(cfg["max_out"][0])
+    main_mb = main_choices(system, levels, headroom[0], int(cfg["max_out"][0]))
     return layout.Tables(
         cfg=cfg,
         main_law=_laws(system, system.main_specs_mb),
         remote_law=_laws(system, system.remote_specs_mb),
         expert_mb=np.ascontiguousarray(system.expert_mb, dtype=np.float64),
-        main_choice=_main_choice(system, shared, levels, headroom[0], most_tokens),
+        main_choice=np.searchsorted(system.main_specs_mb, main_mb),
         y_headroom=headroom[1],
         z_headroom=headroom[2].astype(np.int64),
         members=levels.astype(np.int64),
@@ -87,15 +87,12 @@ def _remote_sets(
     share = np.zeros((q, 2, len(levels), layers))
     worst_expert = np.zeros((q, 2, len(levels)))
     for level, count in enumerate(levels):
-        by_shared = least_used(shared, int(count))
-        masks[q, level] = bit_sets(by_shared)
-        for i in range(q):
-            by_prompt = least_used(wide[i], int(count))
-            masks[i, level] = bit_sets(by_prompt)
-            for order, members in enumerate((by_prompt, by_shared)):
-                inside = np.where(members, wide[i], 0.0)
-                share[i, order, level] = inside.sum(axis=1)
-                worst_expert[i, order, level] = inside.max()
+        by_prompt, by_shared = least_used(wide, int(count)), least_used(shared, int(count))
+        masks[:q, level], masks[q, level] = bit_sets(by_prompt), bit_sets(by_shared)
+        for order, members in enumerate((by_prompt, by_shared)):
+            inside = np.where(members, wide, 0.0)
+            share[:, order, level] = inside.sum(axis=2)
+            worst_expert[:, order, level] = inside.max(axis=(1, 2))
     return masks, share, worst_expert
 
 
@@ -105,24 +102,6 @@ def _laws(system: SystemModel, specs_mb: np.ndarray) -> np.ndarray:
     law["mb"] = specs_mb
     law["one_s"], law["more_s"] = system.expert_law(specs_mb)
     return law
-
-
-def _main_choice(
-    system: SystemModel,
-    shared: np.ndarray,
-    levels: np.ndarray,
-    headroom_mb: np.ndarray,
-    most_tokens: int,
-) -> np.ndarray:
-    """Specification of the main function for values of b and w, int64 ``(levels, n_w)``."""
-    choice = np.empty((len(levels), len(headroom_mb)), dtype=np.int64)
-    for level, count in enumerate(levels):
-        need = main_memory_mb(system, least_used(shared, int(count)), most_tokens)
-        least = smallest_spec(system.main_specs_mb, need)
-        for w, more in enumerate(headroom_mb):
-            chosen = smallest_spec(system.main_specs_mb, least + more)
-            choice[level, w] = np.searchsorted(system.main_specs_mb, chosen)
-    return choice
 
 
 def _cumulative_counts(activations: Any, experts: int) -> tuple[np.ndarray, np.ndarray]:

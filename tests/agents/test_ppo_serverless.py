@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from servegym.agents import load_policy
 from servegym.agents.ppo_serverless import Agent, train
 from servegym.experiments.evaluation.evaluate import evaluate
 
@@ -17,7 +16,7 @@ ACTIONS = torch.cartesian_prod(*(torch.arange(k) for k in CHOICES))
 @pytest.fixture
 def agent():
     torch.manual_seed(0)
-    agent = Agent(columns=5, choices=CHOICES, keep=True, width=8)
+    agent = Agent(columns=5, choices=CHOICES, width=8)
     for parameter in agent.parameters():  # away from the even start
         torch.nn.init.normal_(parameter, std=0.7)
     return agent
@@ -50,15 +49,8 @@ def test_a_short_training_rises_far_above_its_random_weights(tmp_path):
     changes |= {"eval_every": 10**6, "set": ("model=toy", "episode_requests=20")}
     run = train(tiny("ppo_serverless", tmp_path, **changes)[1])
     first, last = (line["eval/score"] for line in lines(run) if "eval/score" in line)
-    assert last > first + 0.2, (first, last)
+    assert last > first + 4, (first, last)
     # Random plans are worse still.
     kwargs = {"model": "toy", "episode_requests": 20, "split": "val"}
     rows = evaluate("servegym/ServerlessMoE-v0", ["random"], 16, 10_000, kwargs)
-    assert last > np.mean([row["mean_reward"] for row in rows]) + 0.5
-
-
-def test_without_the_part_that_keeps_the_plan(tmp_path):
-    run = train(tiny("ppo_serverless", tmp_path, keep_action=False)[1])
-    policy = load_policy(run / "last.safetensors")
-    assert policy.env_kwargs == {"keep_action": False} and len(policy.net.choices) == 5
-    assert {line.get("eval/kept_share", 0.0) for line in lines(run)} == {0.0}
+    assert last > np.mean([row["return"] for row in rows]) + 10

@@ -6,27 +6,31 @@ import pytest
 from servegym.hardware_profiles.moe import load_moe
 from servegym.hardware_profiles.serverless import (
     CARDS,
+    FEES,
     GPU_PROFILES,
     GPUS,
-    ORIGINS,
-    SERVING,
+    LOAD_MB_S,
+    PRICE_CPU_USD_MB_S,
+    expert_law,
     gpu_profile,
+    load_constants,
     memory_grids,
 )
 
 
-def test_every_constant_of_the_environments_says_where_it_is_from():
-    for name, said in SERVING.provenance().items():
-        kind, _, source = said.partition(": ")
-        assert kind in ORIGINS and len(source) > 5, name
-    for profile in GPU_PROFILES.values():
-        assert profile.kind in ORIGINS and profile.source
-    assert memory_grids("deepseek-v2-lite")[:2] == (
-        (1000.0, 40000.0, 100.0),
-        (1000.0, 5000.0, 100.0),
-    )
-    assert memory_grids("gpt-oss-20b")[:2] == memory_grids("deepseek-v2-lite")[:2]
-    assert memory_grids("gpt-oss-20b")[2].startswith("chosen")
+def test_constants_are_those_of_the_file():
+    measured = load_constants()
+    prices = measured["prices"]["values"]
+    paper = measured["thread_scaling"]["paper_theta2_per_gb"]
+    rate = measured["model_load"]["rates"]["a5000-safetensors"]["mb_per_s"]
+    assert pytest.approx(rate, rel=0.02) == LOAD_MB_S
+    assert pytest.approx(prices["aws_cpu_usd_per_mb_s"], rel=1e-4) == PRICE_CPU_USD_MB_S
+    for model, theta2 in paper.items():
+        assert expert_law(model, 1e6)[1] == theta2
+    for platform in ("aws", "alibaba"):
+        (fees,) = (FEES[name] for name in FEES if name.startswith(platform))
+        assert fees.invocation_usd == prices[f"{platform}_request_usd"]
+    assert memory_grids("gpt-oss-20b") == memory_grids("deepseek-v2-lite")
 
 
 DEEPSEEK = {"non_expert_mb": 63.0, "expert_mb": 16.5, "parameters": 8_650_752.0}
@@ -36,7 +40,7 @@ DEEPSEEK |= {"experts": 64, "top_k": 6}
 @pytest.mark.parametrize(("name", "ms"), [("a100", 0.078), ("h100", 0.059), ("l40s", 0.158)])
 def test_cards_by_the_laws_of_the_package(name, ms):
     card = gpu_profile(name, "deepseek-v2-lite", **DEEPSEEK)
-    assert card.kind == "derived" and card.experts_table is not None
+    assert card.experts_table is not None
     assert card.experts_base_s == pytest.approx(1e-3 * ms, rel=0.02)
     law = load_moe(f"{CARDS[name]}-deepseek-v2-lite")
     assert card.experts_table == (law.layer_tokens, law.layer_times_s)

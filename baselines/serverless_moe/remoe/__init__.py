@@ -2,7 +2,7 @@
 
 | module | part of the paper |
 |---|---|
-| bounds | Theorems 1 and 4, Corollary 1, and a conformal bound on single experts' loads |
+| bounds | Theorems 1 and 4 and Corollary 1, corrected |
 | mmp | Algorithm 2: the remote ratio b and the main function's memory from worst cases |
 | memory | P2 and its dual: memory of the remote functions (Sec. IV-E) |
 | replicas | replicas of the remote functions by Eq. 15 |

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym._checks import choose, whole
+from servegym._checks import choose
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1
 from servegym.baselines.serverless_moe.remoe.memory import MemoryProblem, round_memory, solve_memory
 from servegym.baselines.serverless_moe.remoe.mmp import WorstCases, worst_cases
@@ -91,7 +91,7 @@ def plan_for(
     weights_mb = system.expert_mb * remote.sum(axis=1)
     remote_mb = np.where(used, smallest_specs(system.remote_specs_mb, weights_mb), 0.0)
     if layers.size:
-        gb = round_memory(problem, solve_memory(problem)[0], system.remote_specs_mb / 1024.0)
+        gb = round_memory(problem, solve_memory(problem), system.remote_specs_mb / 1024.0)
         # The grid in MB exactly, not 1024 times its quotient.
         at = np.searchsorted(system.remote_specs_mb, gb * 1024.0 - 1e-6)
         remote_mb[layers] = system.remote_specs_mb[at]
@@ -139,7 +139,6 @@ def remoe(
     """
     choose("reading", reading, READINGS)
     check_limits(ttft_limit_s, tpot_limit_s)
-    whole("candidates", candidates, 1)
     limits: dict[str, Any] = {"ttft_limit_s": ttft_limit_s, "tpot_limit_s": tpot_limit_s}
     if cases is None:
         cases = worst_cases(system, load, **limits)

@@ -52,17 +52,6 @@ class MemoryProblem:
     eta: float = 0.1
     rounded_s: Floats | float = 0.0
 
-    def __post_init__(self) -> None:
-        shape = np.shape(self.share)
-        for name in ("theta1", "theta2", "theta3", "overhead_s", "lower_gb", "upper_gb"):
-            actual = np.shape(getattr(self, name))
-            if actual != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {actual}")
-        if (np.asarray(self.share) <= 0).any():
-            raise ValueError("share must be above 0: leave out layers without remote calls")
-        if (np.asarray(self.lower_gb) > np.asarray(self.upper_gb)).any():
-            raise ValueError("lower_gb must not be above upper_gb")
-
     def time_s(self, gb: Floats) -> Floats:
         """(L,) expected remote time of a token: ``share T(y) + overhead``."""
         law = self.theta1 * np.exp(-self.theta2 * gb) + self.theta3
@@ -99,20 +88,19 @@ def _inner(p: MemoryProblem, multiplier: float) -> Floats:
     return np.where(value(low) < value(inside), low, inside)
 
 
-def solve_memory(p: MemoryProblem) -> tuple[Floats, float]:
+def solve_memory(p: MemoryProblem) -> Floats:
     """Solve the relaxed P2 by its dual (Eq. 14): one TPOT multiplier, found by bisection.
 
     Returns:
-        (L,) memory and the multiplier in USD/s; where even the largest memory misses the time
-        limit, that and 0.
+        (L,) memory; the largest where even that misses the time limit.
     """
     gb = _inner(p, 0.0)
     if not gb.size or p.time_s(gb).sum() <= p.time_limit_s:
-        return gb, 0.0
+        return gb
     # A little beyond the end of the box nothing moves any more, whatever the multiplier.
     upper = np.asarray(p.upper_gb, float)
     if p.time_s(upper).sum() >= p.time_limit_s:
-        return upper, 0.0
+        return upper
     low, high = 0.0, max(p.holding_usd_s, p.price_usd_gb_s)
     while p.time_s(_inner(p, high)).sum() > p.time_limit_s:
         low, high = high, 4.0 * high
@@ -124,7 +112,7 @@ def solve_memory(p: MemoryProblem) -> tuple[Floats, float]:
             low = middle
         else:
             high = middle
-    return _inner(p, high), high
+    return _inner(p, high)
 
 
 def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> Floats:

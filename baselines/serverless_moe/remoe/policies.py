@@ -44,15 +44,15 @@ class Remoe(ServerlessPolicy):
         Falling short counts double: less memory or fewer replicas can make a plan infeasible. With
         an action a layer every layer takes its own nearest steps, else all the same ones.
         """
-        table, used = self.table, plan.remote.any(axis=1)
+        used = plan.remote.any(axis=1)
+        choices = self.table.choices(observed.frequency, observed.n_in)
         level = int(np.argmin(np.abs(self.system.levels - plan.remote[0].sum())))
         s = 2 * level + self.order
-        w = int(np.argmin(np.abs(table.main_mb[s] - plan.main_mb)))
-        sets = table.sets(observed.frequency)
+        w = int(np.argmin(np.abs(choices.main_mb[s] - plan.main_mb)))
         steps = []
         for have, want in (
-            (table.memory_mb(sets, observed.n_in)[s], plan.remote_mb[:, None]),
-            (table.replicas(sets, observed.n_in)[s], plan.replicas[:, None]),
+            (choices.memory_mb[s], plan.remote_mb[:, None]),
+            (choices.replicas[s], plan.replicas[:, None]),
         ):
             distance = np.abs(have - want) + np.maximum(want - have, 0)
             distance[~used] = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from servegym.experiments.papers.serverless.billing import SYNTHETIC
+from servegym.experiments.papers.serverless.setting import SYNTHETIC
 from servegym.experiments.papers.verdicts import (
     Claim,
     Finding,
@@ -141,7 +141,7 @@ def cold_start(place: str, paper: float) -> Claim:
 
     def read(rows: Rows) -> Iterable[Finding]:
         for link, words in (("separate", "a link each"), ("shared", "one link for all")):
-            part = pick(rows, setting="default", bill="none", link=link, method="remoe_cost")
+            part = pick(rows, link=link, method="remoe_cost")
             by = {row["model"]: percent(row["over_mix"], 1.0) for row in part}
             by = {model: by[model] for model in PAPER_MODELS if model in by}
             here = ", ".join(f"{_where(model)} {change:+.0f} %" for model, change in by.items())

@@ -1,4 +1,4 @@
-"""Prediction of expert activations (Fig. 8): divergence of nine predictors, times of tree search.
+"""Prediction of expert activations (Fig. 8): divergence of predictors, times of tree search.
 
 ``OMP_NUM_THREADS=1 python -m servegym.experiments.papers.serverless.prediction`` writes
 ``fig08_prediction`` (mean Jensen-Shannon divergence between predicted and recorded activations of
@@ -23,26 +23,21 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import rel_entr
 
 from servegym._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.evaluation.stats import mean, paired_difference, stratified_bootstrap
+from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.claims import CLAIMS
-from servegym.experiments.papers.serverless.predictors import (
-    LARGE_DATA,
-    Predictor,
-    fitted,
-    js_divergence,
-)
-from servegym.experiments.papers.serverless.predictors.base import unit_rows
+from servegym.experiments.papers.serverless.predictors import fitted
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
-    FORK,
+    LARGE_DATA,
     BruteForce,
     SimilarPromptsSearch,
-    VarPAM,
+    unit_rows,
 )
-from servegym.experiments.papers.study import Options, Study, command, interval_columns
+from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
 
 MODELS = ("gpt-oss-20b", "deepseek-v2-lite")
@@ -56,19 +51,19 @@ CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("sps", dict(LARGE_DATA), True),
     ("varpam", {"alpha": 5, "beta": 60}, False),
     ("varpam", dict(LARGE_DATA), False),
-    ("vared", {"alpha": 5, "beta": 60}, True),
-    ("vared", dict(LARGE_DATA), True),
     ("dop", {}, False),
     ("fate", {}, False),
-    ("ef", {}, False),
     ("category", {}, False),
-    ("ridge", {}, False),
 )
-BLIND = ("dop", "ef", "category")
+BLIND = ("dop", "category")
 SEEDS = 10
 PROMPTS, QUERIES, NOISE = 5_000, 500, 0.02
-PAPER = " ".join(f"{key}={value}" for key, value in LARGE_DATA.items())
-"""Settings of the paper's searches."""
+
+
+def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Jensen-Shannon divergence of distributions over the last axis, in bits, from 0 to 1."""
+    middle = 0.5 * (p + q)
+    return (rel_entr(p, middle) + rel_entr(q, middle)).sum(axis=-1) / np.log(4.0)
 
 
 def divergences(
@@ -80,12 +75,10 @@ def divergences(
     prompt by prompt.
 
     Returns:
-        One row a case: ``js_bits`` with ``low`` and ``high``, and with an embedding the paired
-        differences to brute force and to SPS in the paper's settings.
+        One row a case, ``js_bits`` with ``low`` and ``high``.
     """
     prompts = activations.rows("eval")
     shares = activations.frequencies()[prompts]
-    scores: dict[tuple[str, str], NDArray[np.float64]] = {}
     rows: list[dict[str, Any]] = []
     for name, settings, chance in CASES:
         if embedding == "none" and name not in BLIND:
@@ -94,21 +87,14 @@ def divergences(
         predictors = [fitted(activations, embedding, name, **settings, **one) for one in drawn]
         of_trees = [js_divergence(each(prompts), shares).mean(axis=1) for each in predictors]
         means = [values.mean() for values in of_trees]
-        words = " ".join(f"{key}={value}" for key, value in settings.items())
-        scores[name, words] = np.mean(of_trees, axis=0)
-        interval = stratified_bootstrap(scores[name, words], mean, repetitions)
-        row = {"model": activations.name, "embedding": embedding}
-        row |= {"predictor": name, "settings": words}
+        row = {"model": activations.name, "embedding": embedding, "predictor": name}
+        row["settings"] = " ".join(f"{key}={value}" for key, value in settings.items())
         row |= {"train_prompts": len(activations.rows("train")), "eval_prompts": len(prompts)}
         row |= {"trees": len(means)}
+        interval = stratified_bootstrap(np.mean(of_trees, axis=0), mean, repetitions)
         row |= dict(zip(("js_bits", "low", "high"), interval, strict=True))
         row["sd_over_trees"] = float(np.std(means, ddof=1)) if len(means) > 1 else np.nan
         rows.append(row)
-    for reference in (("bf", "alpha=5"), ("sps", PAPER)):
-        if reference in scores:
-            for row, score in zip(rows, scores.values(), strict=True):
-                apart = paired_difference(score, scores[reference], mean, repetitions)
-                row |= interval_columns(f"minus_{reference[0]}", apart)
     return rows
 
 
@@ -119,20 +105,14 @@ def _search_s(predictor: BruteForce, batches: Sequence[NDArray[np.float32]]) -> 
     return time.process_time() - start
 
 
-def _build_s(predictor: Predictor, history: NDArray[np.floating]) -> float:
-    start = time.process_time()
-    predictor.fit(history, np.ones((len(history), 1, 2)))
-    return time.process_time() - start
-
-
 def times(
-    embeddings: NDArray[np.floating], prompts: int = PROMPTS, repeats: int = 5, pam: bool = True
-) -> list[dict[str, Any]]:
+    embeddings: NDArray[np.floating], prompts: int = PROMPTS, repeats: int = 9
+) -> dict[str, Any]:
     """Build and search times on embeddings resampled from ``embeddings`` ``(P, d)``.
 
     Times are processor time: run with one BLAS thread (``OMP_NUM_THREADS=1``). Both searches get
     unit vectors and return the prompts with their similarities. "One" asks query by query, "batch"
-    all at once. The fastest of the repeats counts; ``pam`` also builds VarPAM's tree, once.
+    all at once. The fastest of the repeats counts.
     """
     rng = np.random.default_rng(0)
     units = unit_rows(embeddings)
@@ -140,32 +120,26 @@ def times(
     drawn = drawn + rng.normal(0.0, NOISE, drawn.shape)
     history, queries = drawn[:prompts], unit_rows(drawn[prompts:])
     nothing = np.ones((prompts, 1, 2))
-    rows = []
-    for settings in ({"alpha": 5, "beta": 60}, dict(LARGE_DATA)):
-        tree = SimilarPromptsSearch(**settings).fit(history, nothing)
-        brute = BruteForce(settings["alpha"]).fit(history, nothing)
-        calls = {"one": [queries[q : q + 1] for q in range(QUERIES)], "batch": [queries]}
-        least = dict.fromkeys(itertools.product(("sps", "bf"), calls), np.inf)
-        for search in (tree, brute):
-            search.search_units(queries[:1])  # compiles
-        # Pairs in turn, so that a disturbance of the machine meets both.
-        for _ in range(repeats):
-            for key in least:
-                search = tree if key[0] == "sps" else brute
-                least[key] = min(least[key], _search_s(search, calls[key[1]]))
-        row: dict[str, Any] = {"prompts": prompts, "width": units.shape[1], **settings}
-        build = min(_build_s(tree, history) for _ in range(repeats))
-        row |= {"fork": FORK, "build_s": build}
-        row |= {"leaves": len(tree.tree.leaves), "depth": tree.tree.depth}
-        for way in calls:
-            row |= {f"{name}_{way}_us": 1e6 / QUERIES * least[name, way] for name in ("sps", "bf")}
-            row[f"speedup_{way}"] = least["bf", way] / least["sps", way]
-        pairs = zip(tree.search_units(queries)[0], brute.search_units(queries)[0], strict=True)
-        both = np.mean([len(set(one) & set(exact)) for one, exact in pairs])
-        row["recall"] = float(both / settings["alpha"])
-        row["varpam_build_s"] = _build_s(VarPAM(**settings), history) if pam else np.nan
-        rows.append(row)
-    return rows
+    brute, build_s = BruteForce(LARGE_DATA["alpha"]).fit(history, nothing), np.inf
+    for _ in range(repeats):
+        start = time.process_time()
+        tree = SimilarPromptsSearch(**LARGE_DATA).fit(history, nothing)
+        build_s = min(build_s, time.process_time() - start)
+    calls = {"one": [queries[q : q + 1] for q in range(QUERIES)], "batch": [queries]}
+    searches = {"sps": tree, "bf": brute}
+    for search in searches.values():
+        search.search_units(queries[:1])  # compiles
+    least = dict.fromkeys(itertools.product(searches, calls), np.inf)
+    # Pairs in turn, so that a disturbance of the machine meets both.
+    for _, (name, way) in itertools.product(range(repeats), least):
+        least[name, way] = min(least[name, way], _search_s(searches[name], calls[way]))
+    row = {"prompts": prompts, "width": units.shape[1], **LARGE_DATA, "build_s": build_s}
+    for way in calls:
+        row |= {f"{name}_{way}_us": 1e6 / QUERIES * least[name, way] for name in searches}
+        row[f"speedup_{way}"] = least["bf", way] / least["sps", way]
+    pairs = zip(tree.search_units(queries)[0], brute.search_units(queries)[0], strict=True)
+    both = np.mean([len(set(one) & set(exact)) for one, exact in pairs])
+    return row | {"recall": float(both / LARGE_DATA["alpha"])}
 
 
 def _fig8(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:
@@ -179,8 +153,7 @@ def _fig8(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[dict[s
 def _search(options: Options, *_: Any) -> list[dict[str, Any]]:
     """Times of the searches."""
     vectors = load_activations(MODELS[0]).embeddings["token"]
-    size, repeats = (1_000, 2) if options.quick else (PROMPTS, 9)
-    return times(vectors, size, repeats=repeats, pam=not options.quick)
+    return [times(vectors, 1_000, repeats=2) if options.quick else times(vectors)]
 
 
 STUDIES = (

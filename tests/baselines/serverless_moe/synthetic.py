@@ -5,12 +5,7 @@ import dataclasses
 import numpy as np
 
 from servegym.envs.serverless_moe.records import Request
-from servegym.envs.serverless_moe.sets import least_used, remote_count
 from servegym.envs.workloads.expert_sets import bit_sets
-
-
-def remote_set(frequency, ratio):
-    return least_used(frequency, int(remote_count(ratio, frequency.shape[1])))
 
 
 def draw_sets(rng, logits, tokens, top_k):
@@ -20,15 +15,15 @@ def draw_sets(rng, logits, tokens, top_k):
     return members
 
 
-def make_request(system, seed=0, n_in=115, n_out=60, trem=2e-4):
+def make_request(system, n_in=115):
     """A skewed request, and the frequencies that it was drawn from (estimated)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     logits = rng.normal(size=(system.moe_layers, system.num_experts))
     prefill = draw_sets(rng, logits, n_in, system.top_k).sum(axis=0)
-    decode = bit_sets(draw_sets(rng, logits, n_out, system.top_k))
+    decode = bit_sets(draw_sets(rng, logits, 60, system.top_k))
     frequency = draw_sets(rng, logits, 500, system.top_k).mean(axis=0) / system.top_k
-    request = Request(prefill, decode, trem * rng.lognormal(0, 0.25, system.moe_layers), n_in)
-    return request, frequency
+    overhead = 2e-4 * rng.lognormal(0, 0.25, system.moe_layers)
+    return Request(prefill, decode, overhead, n_in), frequency
 
 
 def tiny(system, **changes):

@@ -1,20 +1,19 @@
-"""Loads: predicted ones, spread over replicas by LPT, and the optimum of the grid."""
+"""Loads: predicted ones, and spread over replicas by LPT."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe import grid_optimum as go
 from servegym.baselines.serverless_moe import lpt
 from servegym.envs.serverless_moe import plans
-from servegym.envs.serverless_moe.kernel.cost import main_usd_s, planned_job_s
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import evaluate_plan, expected_outcome
-from servegym.envs.serverless_moe.records import Plan, Request
+from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.workloads.expert_sets import bit_sets
 
-from .synthetic import draw_sets, make_request, remote_set, tiny
+from .synthetic import draw_sets, tiny
 
 
 def test_predicted_load_is_the_mean_of_known_ones(system):
@@ -25,7 +24,7 @@ def test_predicted_load_is_the_mean_of_known_ones(system):
     frequency = np.full((2, 32), 1 / 32)
     load = Load.predicted(system, frequency, 20, 30, 2e-4)
     assert load.tokens.sum(axis=1) == pytest.approx([40, 40])
-    remote = remote_set(frequency, 0.5)
+    remote = least_used(frequency, 16)
     plan = plans.make_plan(system, remote, load.tokens, 30)
     costs = []
     for _ in range(300):
@@ -49,13 +48,13 @@ def test_lpt_against_brute_force():
             np.bincount(choice, weights=jobs, minlength=z).max()
             for choice in itertools.product(range(z), repeat=6)
         )
-        ratio = np.bincount(lpt.lpt(jobs, z), jobs).max() / best
+        ratio = np.bincount(lpt.lpt_rows(jobs[None], z)[0, -1], jobs).max() / best
         assert 1.0 <= ratio <= 4 / 3 - 1 / (3 * z) + 1e-12
         worst = max(worst, ratio)
     assert worst > 1.0  # LPT is not exact: the bound was put to work
     # The textbook's worst case for z = 2.
-    jobs = [3, 3, 2, 2, 2]
-    assert np.bincount(lpt.lpt(jobs, 2), jobs).max() == 7
+    jobs = np.array([3.0, 3, 2, 2, 2])
+    assert np.bincount(lpt.lpt_rows(jobs[None], 2)[0, -1], jobs).max() == 7
 
 
 def test_payload_repair():
@@ -67,78 +66,16 @@ def test_payload_repair():
     where, z = lpt.assign(np.ones(3), 1, np.full(3, 4.0), 5.0, 3)
     assert z == 3 and sorted(where) == [0, 1, 2]
     assert lpt.assign(np.ones(1), 1, np.array([9.0]), 5.0, 4)[1] == 4
-    with pytest.raises(ValueError, match="replicas"):
-        lpt.lpt([1.0], 0)
 
 
-def test_replica_loads_are_those_of_lpt():
+def test_rows_and_sums_are_those_of_lpt():
     rng = np.random.default_rng(1)
-    jobs = rng.exponential(size=(3, 5, 9)) * (rng.random((3, 5, 9)) < 0.8)
-    body = rng.random((3, 5, 9))  # of all experts: those that are no job must not count
-    busy, largest = lpt.replica_loads(jobs, body, 4)
-    lpt.replica_loads(jobs, np.float64(0.5), 4)  # one compiled version takes both
-    assert len(getattr(lpt._replica_loads, "signatures", [1])) == 1
-    for i, j, z in itertools.product(range(3), range(5), range(1, 5)):
-        replica = lpt.lpt(jobs[i, j], z)
-        assert busy[i, j, z - 1, :z] == pytest.approx(np.bincount(replica, jobs[i, j], z))
-        assert not busy[i, j, z - 1, z:].any()
-        bodies = np.bincount(replica, body[i, j] * (jobs[i, j] > 0), z)
-        assert largest[i, j, z - 1] == pytest.approx(bodies.max())
-
-
-def test_lpt_rows_is_lpt():
-    rng = np.random.default_rng(0)
-    jobs = rng.exponential(size=(7, 9))
-    found = lpt.lpt_rows(jobs, 4)
+    jobs, weight = rng.exponential(size=(7, 9)), rng.random((7, 9))
+    replica = lpt.lpt_rows(jobs, 4)
+    sums = lpt.replica_sums(replica, weight)
+    assert (lpt.replica_sums(replica[None], weight[None])[0] == sums).all()
     for row, z in itertools.product(range(7), range(1, 5)):
-        assert found[row, z - 1].tolist() == lpt.lpt(jobs[row], z).tolist()
-
-
-def test_knapsack_against_enumeration():
-    rng = np.random.default_rng(2)
-    tight = 0
-    for _ in range(30):
-        cost, one, two = rng.random((3, 4, 5))
-        cost[rng.random(cost.shape) < 0.1] = np.inf
-        limits = rng.uniform(0.8, 2.5, 2)
-        best = np.inf
-        for choice in itertools.product(range(5), repeat=4):
-            at = (np.arange(4), np.array(choice))
-            if one[at].sum() <= limits[0] and two[at].sum() <= limits[1]:
-                best = min(best, cost[at].sum())
-        found = go.solve_knapsack(cost, one, two, *limits, gap=0.0)
-        if np.isfinite(best):
-            at = (np.arange(4), found)
-            assert cost[at].sum() == pytest.approx(best)
-            assert one[at].sum() <= limits[0] and two[at].sum() <= limits[1]
-            tight += best > np.where(np.isfinite(cost), cost, 9).min(axis=1).sum()
-        else:
-            assert found is None
-    assert tight > 5
-
-
-@pytest.mark.parametrize("limits", [(np.inf, np.inf), (1.50, 0.004), (1.15, 0.0047)])
-@pytest.mark.parametrize(("bill", "fees"), [(False, (0.0, 0.0)), (True, (2e-7, 5e-4))])
-def test_grid_optimum_against_enumeration(system, limits, bill, fees):
-    toy = tiny(system, invocation_usd=fees[0], granularity_s=fees[1], bill_cold_start=bill)
-    request, frequency = make_request(toy, n_in=40, n_out=20, trem=1e-4)
-    kwargs = {"ttft_limit_s": limits[0], "tpot_limit_s": limits[1]}
-    load, best = Load.known(request), np.inf
-    cells = list(itertools.product(toy.remote_specs_mb, (1, 2)))
-    for b, w, one, two in itertools.product(np.arange(5) / 4, toy.main_specs_mb, cells, cells):
-        remote = remote_set(frequency, b)
-        used = remote.any(axis=1)
-        memory = np.where(used, [one[0], two[0]], 0.0)
-        count = np.where(used, [one[1], two[1]], 0)
-        assignment = np.full(remote.shape, -1)
-        for layer in np.flatnonzero(used):
-            jobs = planned_job_s(toy, *toy.expert_law(memory[layer]), request.prefill_counts[layer])
-            assignment[layer, remote[layer]] = plans.lpt(jobs[remote[layer]], count[layer])
-        plan = Plan(remote, w, memory, count, assignment)
-        outcome = evaluate_plan(toy, request, plan, **kwargs)
-        if not any(outcome.violations.values()):
-            best = min(best, outcome.cost_usd)
-    found = go.grid_optimum(toy, load, score=frequency, gap=0.0, **kwargs)
-    # The plan is chosen without the rounding of the main function, which is below one step.
-    step = main_usd_s(toy, 60, toy.main_specs_mb[-1]) * fees[1]
-    assert best * (1 - 1e-9) <= found.cost_usd <= best * (1 + 1e-9) + step
+        expected = plans.lpt(jobs[row], z)
+        assert replica[row, z - 1].tolist() == expected.tolist()
+        assert sums[row, z - 1, :z] == pytest.approx(np.bincount(expected, weight[row], z))
+        assert not sums[row, z - 1, z:].any()

@@ -104,16 +104,6 @@ def test_worth_by_hand():
     assert nothing == 0.0 and value == -1.0
 
 
-def test_bad_arguments():
-    one = np.ones((1, 1))
-    for argument, value in (("chance", 1.0), ("chance", -0.1), ("tolerance", 0.0)):
-        kwargs = {"chance": 0.5, argument: value}
-        with pytest.raises(ValueError, match=argument):
-            relative_values(one, one[None], one[None], switching=one, **kwargs)
-    with pytest.raises(ValueError, match="requests"):
-        planner(make_env(1, episode_requests=12), requests=0)
-
-
 def test_the_plan_is_of_the_train_split():
     """Other routing of the val and eval prompts, or another split of the episodes: same plan."""
     toy = make_toy_activations()

@@ -8,10 +8,10 @@ import pytest
 from servegym.envs.serverless_moe.kernel.cost import Bill, main_usd_s, rounding_s
 from servegym.envs.serverless_moe.outcomes import evaluate_plan, plan_start
 from servegym.envs.serverless_moe.plans import lpt, make_plan, mix_plan, violated
-from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Plan, Request
-from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Plan, Request, recorded_request
+from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s, build_system
-from servegym.envs.workloads.activations import load_model, make_toy_activations
+from servegym.envs.workloads.activations import load_activations, load_model, make_toy_activations
 from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 from servegym.hardware_profiles.serverless import GPU_PROFILES
 
@@ -47,6 +47,22 @@ def random_plan(system, rng):
     assignment = np.where(remote, rng.integers(0, np.maximum(replicas, 1)[:, None], (3, 8)), -1)
     mb = np.where(remote.any(axis=1), rng.choice(system.remote_specs_mb[:15], 3), 0.0)
     return Plan(remote, float(rng.choice(system.main_specs_mb[:4])), mb, replicas, assignment)
+
+
+def test_a_recorded_request_counts_tokens_one_by_one():
+    book = load_activations("deepseek-v2-lite")
+    prompt, offset, n_in, n_out = 3, 5, 200, 150
+    request = recorded_request(book, prompt, offset, n_in, n_out, np.full(26, 3e-4))
+    bank = book.bank[book.bank_start[prompt] : book.bank_start[prompt + 1]]
+    assert n_in > len(bank)  # so that it begins anew
+    counts = np.zeros_like(request.prefill_counts)
+    for i in range(n_in):
+        for layer, mask in enumerate(bank[(offset + i) % len(bank)].tolist()):
+            for k in range(64):
+                counts[layer, k] += mask >> k & 1
+    assert (request.prefill_counts == counts).all()
+    assert (request.decode_sets[0] == bank[(offset + n_in) % len(bank)]).all()
+    assert request.n_out == n_out
 
 
 @pytest.mark.parametrize("per_call", [True, False])
@@ -199,11 +215,6 @@ def test_the_law_of_expert_time():
 def test_lpt_by_hand():
     assert lpt(np.array([7.0, 6.0, 5.0, 4.0, 3.0]), 2).tolist() == [0, 1, 1, 0, 0]
     assert lpt(np.array([1.0, 1.0, 1.0]), 3).tolist() == [0, 1, 2]
-    assert remote_count(0.5, 64) == 32 and remote_count(1 / 3, 8) == 3
-    # ceil(b K) does not suffer from rounding.
-    assert [int(remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
-    with pytest.raises(ValueError, match="ratio"):
-        remote_count(1.5, 4)
     assert least_used(np.array([[0.7, 0.1, 0.1, 0.1]]), 2).tolist() == [[0, 1, 1, 0]]
     members = np.random.default_rng(0).random((5, 64)) < 0.5
     np.testing.assert_array_equal(set_bits(bit_sets(members), 64), members)
@@ -251,6 +262,3 @@ def test_every_model_has_a_system():
         assert system.layers == model.layers and system.moe_layers == model.num_moe_layers
         assert system.num_experts == model.experts
         assert system.token_mb == model.token_bytes / 2**20
-    plan, request = mix_plan(system, 5), toy_request(np.random.default_rng(0))
-    with pytest.raises(ValueError, match="prefill_counts has shape"):
-        evaluate_plan(system, request, plan)

@@ -1,4 +1,4 @@
-"""Predictors that average the activations of similar prompts: BF, SPS, VarPAM, VarED.
+"""Predictors that average the activations of similar prompts: BF, SPS, VarPAM.
 
 Eq. 11, the soft cosine similarity of two prompts, is the cosine of their *pooled* vectors
 ``u_p`` = sum of the normalised token embeddings of prompt p, so one vector a prompt is all that
@@ -8,17 +8,16 @@ the searches need. Distances are ``1 - SCS``, in [0, 2].
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 import servegym.experiments.papers.serverless.predictors.kernel as kernel
-from servegym.experiments.papers.serverless.predictors.base import (
-    Array,
-    Floats,
-    Indexes,
-    Predictor,
-    unit_rows,
-)
+
+Array = NDArray[np.float64]
+Floats = NDArray[np.float32]
+Indexes = NDArray[np.int64]
 
 LARGE_DATA = {"alpha": 15, "beta": 150}
 """The paper's setting of the searches, for 5,000 historical prompts (Sec. V-B)."""
@@ -27,6 +26,14 @@ FORK = 4
 MAX_ITERATIONS = 10
 # Below this a distance is rounding: the two prompts are the same.
 _SAME = 1e-6
+
+
+def unit_rows(vectors: ArrayLike) -> Floats:
+    """Rows divided by their length, float32; a zero row stays zero, so its similarities are 0."""
+    rows = np.asarray(vectors, np.float64)
+    return np.ascontiguousarray(
+        rows / (np.linalg.norm(rows, axis=1, keepdims=True) + 1e-12), np.float32
+    )
 
 
 def top(similarity: Floats, alpha: int) -> Indexes:
@@ -38,7 +45,7 @@ def top(similarity: Floats, alpha: int) -> Indexes:
     return np.argsort(-similarity, axis=1, kind="stable")
 
 
-class BruteForce(Predictor):
+class BruteForce:
     """BF: softmax-weighted mean over the most similar historical prompts, by comparison with all.
 
     ``S = sum_j softmax_j(SCS_j) S_j``. The softmax has no temperature, so the weights lie close
@@ -48,14 +55,14 @@ class BruteForce(Predictor):
         alpha: Prompts that a prediction averages.
     """
 
-    name = "bf"
-
     def __init__(self, alpha: int = 5):
         self.alpha = alpha
 
-    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
+    def fit(self, vectors: ArrayLike, shares: Array, tasks: Any = None) -> Self:
+        """Learn from historical prompts."""
         self._shares = shares
         self._units = unit_rows(vectors)
+        return self
 
     def search_units(self, units: Floats) -> tuple[Indexes, Floats]:
         """The most similar historical prompts.
@@ -71,7 +78,8 @@ class BruteForce(Predictor):
         best = top(similarity, self.alpha)
         return best, np.take_along_axis(similarity, best, 1)
 
-    def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
+    def predict(self, vectors: Array, tasks: Any = None) -> Array:
+        """Predicted shares of new prompts."""
         prompts, similarity = self.search_units(unit_rows(vectors))
         weight = np.exp(similarity.astype(np.float64))
         weight /= weight.sum(axis=1, keepdims=True)
@@ -79,7 +87,7 @@ class BruteForce(Predictor):
         predicted = np.empty((len(vectors), flat.shape[1]))
         for row in range(len(vectors)):  # a batch at once would copy alpha matrices a prompt
             predicted[row] = weight[row] @ flat[prompts[row]]
-        return predicted.reshape(len(vectors), *self._shape)
+        return predicted.reshape(len(vectors), *self._shares.shape[1:])
 
 
 class MedoidTree:
@@ -130,22 +138,6 @@ class MedoidTree:
         # The root has no medoid; its row is never read.
         self._medoid_units = units[np.maximum(self.nodes[:, kernel.MEDOID], 0)]
 
-    @property
-    def leaves(self) -> list[Indexes]:
-        """The prompts of each leaf, from left to right."""
-        ends = sorted(
-            self.nodes[self.nodes[:, kernel.COUNT] == 0][:, [kernel.START, kernel.STOP]].tolist()
-        )
-        return [self.order[start:stop] for start, stop in ends]
-
-    @property
-    def depth(self) -> int:
-        """Steps from the root to the deepest leaf."""
-        depth = np.zeros(len(self.nodes), int)
-        for i in range(1, len(self.nodes)):
-            depth[i] = depth[self.nodes[i, kernel.PARENT]] + 1
-        return int(depth.max())
-
     def search(self, queries: Floats, alpha: int) -> tuple[Indexes, Floats]:
         """Similar prompts of unit vectors ``(Q, d)`` (Algorithm 1), see `predictors.kernel.search`.
 
@@ -169,15 +161,15 @@ class SimilarPromptsSearch(BruteForce):
         seed: Seed of the clustering.
     """
 
-    name = "sps"
-
     def __init__(self, alpha: int = 5, beta: int = 60, seed: int = 0):
         super().__init__(alpha)
         self.beta, self.seed = beta, seed
 
-    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
-        super()._fit(vectors, shares, tasks)
+    def fit(self, vectors: ArrayLike, shares: Array, tasks: Any = None) -> Self:
+        """Learn from historical prompts."""
+        super().fit(vectors, shares)
         self.tree = MedoidTree(self._units, self._split, self.beta, self.seed)
+        return self
 
     def search_units(self, units: Floats) -> tuple[Indexes, Floats]:
         """Walk down the tree."""
@@ -223,8 +215,6 @@ class SimilarPromptsSearch(BruteForce):
 class VarPAM(SimilarPromptsSearch):
     """VarPAM: SPS with a tree of Partitioning Around Medoids (BUILD and SWAP) on 1 - SCS."""
 
-    name = "varpam"
-
     def _split(self, members: Indexes, rng: np.random.Generator) -> tuple[Indexes, Indexes]:
         rows = self._units[members]
         distance = np.clip(1.0 - rows @ rows.T, 0.0, None)
@@ -269,26 +259,3 @@ def pam(distance: Floats, k: int) -> tuple[Indexes, Indexes]:
         if change[point, out] >= -1e-12 * first.sum():
             return np.array(medoids), place
         medoids[out] = int(point)
-
-
-class VarED(SimilarPromptsSearch):
-    """VarED: SPS clustered by the Euclidean distance of activations.
-
-    A new prompt has no activations yet: it descends by its similarity to the medoids' prompts.
-    """
-
-    name = "vared"
-
-    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
-        self._rows = np.ascontiguousarray(shares.reshape(len(shares), -1), np.float32)
-        self._squares = np.einsum("ij,ij->i", self._rows, self._rows)
-        super()._fit(vectors, shares, tasks)
-
-    def _distances(self, members: Indexes, medoids: Indexes) -> Floats:
-        scale = self._squares[members][:, None] + self._squares[medoids]
-        squared = scale - 2.0 * self._rows[members] @ self._rows[medoids].T
-        # The difference of equal numbers is rounding, which a square root would blow up.
-        return np.sqrt(np.where(squared < _SAME * scale, 0.0, squared))
-
-    def _centre(self, members: Indexes) -> int:
-        return int(members[self._distances(members, members).sum(axis=1).argmin()])

@@ -9,10 +9,11 @@ from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import costs as serverless_costs
-from servegym.experiments.papers.serverless.billing import BILLS, TREM_S, recorded_request
-from servegym.experiments.papers.serverless.costs import Setting, measure
+from servegym.experiments.papers.serverless.setting import paper_request
 
-TOY = Setting("toy", n_in=20, n_out=12)
+
+def measured(bill, prompts):
+    return serverless_costs.measure("toy", "eager", bill, 20, 12, prompts)
 
 
 @pytest.fixture
@@ -25,21 +26,21 @@ def toy(monkeypatch):
 
 
 def test_measures_the_held_out_prompts_of_the_recording(toy):
-    found = measure(TOY, 3)
+    found = measured("none", 3)
     held = toy.rows("eval")
     system = build_system(toy.model)
     for name in ("mix", "cpu"):
         costs = [
-            deployment_cost(name, system, recorded_request(toy, p, 20, 12, TREM_S)).cost_usd
+            deployment_cost(name, system, paper_request(toy, p, 20, 12)).cost_usd
             for p in (held[0], held[(len(held) - 1) // 2], held[-1])
         ]
         assert found[name]["cost"] == pytest.approx(costs)
 
 
 def test_a_bill_has_its_fees_rounding_and_prices(toy):
-    found = {bill: measure(Setting("toy", bill=bill, n_in=20, n_out=12), 2) for bill in BILLS}
+    found = {bill: measured(bill, 2) for bill in serverless_costs.BILLS}
     prompt = toy.rows("eval")[0]
-    request = recorded_request(toy, prompt, 20, 12, TREM_S)
+    request = paper_request(toy, prompt, 20, 12)
     for bill, (usd, cpu, ratio) in {
         "none": (0.0, 1.6276e-8, 3.0),
         "aws_lambda": (2e-7, 1.6276e-8, 3.0),
@@ -72,10 +73,3 @@ def test_each_figure_by_its_command(name, stem, toy, tmp_path):
         assert row["over_mix_low"] <= row["over_mix"] <= row["over_mix_high"]
     record = read_record(tmp_path / f"{stem}.csv")
     assert record["quick"] and record["notes"] and f"--figure {name}" in record["command"]
-
-
-@pytest.mark.slow
-def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
-    setting = Setting("gpt-oss-20b", ttft_limit_s=8.0, tpot_limit_s=0.06)
-    found = measure(setting, 6)["optimum"]
-    assert (found["tpot_ms"] <= 60.0).all() and not found["late"].any()

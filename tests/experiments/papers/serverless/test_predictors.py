@@ -1,13 +1,11 @@
 """Predictors of activations: distributions, formulas, and the tree by a slow walk."""
 
 import numpy as np
-import pytest
 
-from servegym.experiments.papers.serverless.predictors import js_divergence
-from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
     BruteForce,
     SimilarPromptsSearch,
+    unit_rows,
 )
 
 WIDTH = 12
@@ -23,7 +21,7 @@ def made_up(prompts=240, layers=3, experts=6, topics=5, noise=0.3, seed=0):
     embeddings = rng.normal(size=(topics, WIDTH))[topic] * 2 + noise * place @ to_embedding
     logits = rng.normal(size=(topics, layers * experts))[topic] + noise * place @ to_logits
     calls = np.exp(logits).reshape(prompts, layers, experts)
-    return embeddings, calls / calls.sum(axis=2, keepdims=True), topic
+    return embeddings, calls / calls.sum(axis=2, keepdims=True)
 
 
 def soft_cosine(first, second, sigma=1e-12):
@@ -33,7 +31,7 @@ def soft_cosine(first, second, sigma=1e-12):
 
 
 def test_brute_force_is_the_softmax_weighted_mean():
-    embeddings, shares, _ = made_up()
+    embeddings, shares = made_up()
     found = BruteForce(alpha=4).fit(embeddings[1:], shares[1:]).predict(embeddings[:1])[0]
     similarity = soft_cosine(embeddings[:1], embeddings[1:])[0]
     nearest = np.argsort(-similarity)[:4]
@@ -42,21 +40,9 @@ def test_brute_force_is_the_softmax_weighted_mean():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_js_divergence_has_known_values():
-    assert js_divergence([1, 0], [0, 1]) == pytest.approx(1.0)
-    assert js_divergence([0.2, 0.8], [0.2, 0.8]) == 0.0
-    # H(0.75, 0.25) - H(0.5, 0.5) / 2 in bits
-    expected = -(0.75 * np.log2(0.75) + 0.25 * np.log2(0.25)) - 0.5
-    assert js_divergence([1, 0], [0.5, 0.5]) == pytest.approx(expected)
-    rng = np.random.default_rng(0)
-    p, q = rng.dirichlet(np.ones(5), (4, 1)), rng.dirichlet(np.ones(5), 3)
-    assert js_divergence(p, q).shape == (4, 3)
-    np.testing.assert_allclose(js_divergence(p, q), js_divergence(q, p))
-
-
 def test_search_walks_to_the_leaf_and_ranks_before_cutting():
     """Against a slow walk: the leaf of the nearest medoids, filled from the nearest siblings."""
-    embeddings, shares, _ = made_up(400, noise=1.0)
+    embeddings, shares = made_up(400, noise=1.0)
     fitted = SimilarPromptsSearch(alpha=15, beta=24).fit(embeddings[:350], shares[:350])
     tree, similarity = fitted.tree, soft_cosine(embeddings[350:], embeddings[:350])
     filled = 0
