@@ -54,7 +54,7 @@ _QUERY_TILE = 128
 
 # What vLLM sets aside was recorded once, for Llama-3.1-8B on one RTX 4090: 1.237e9 bytes. The
 # parts that depend on the model are activations of 2,048 tokens and 256 rows of logits.
-_RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
+RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
 # Rows that an expert has at least where its kernel aligns them.
 _PADDED_ROWS, _NO_PADDING = 128, (0, 14)
 # An engine that a user may have who does not tell which: it plans an iteration when it starts.
@@ -422,7 +422,7 @@ def activation_reserve_bytes(shape: ModelShape, tp: int) -> int:
         return 2 * _RESERVE_TOKENS * 3 * (hidden + features) + 10 * _RESERVE_LOGITS * vocabulary
 
     features = shape.intermediate * max(shape.top_k, 1) / tp
-    fixed = _RECORDED_RESERVE - parts(4096, 14336, 128256)
+    fixed = RECORDED_RESERVE - parts(4096, 14336, 128256)
     return round(tp * (fixed + parts(shape.hidden, features, shape.vocabulary)))
 
 
@@ -496,7 +496,7 @@ def _notes(c: Composer) -> list[str]:
     notes = [
         engine,
         f"activation_reserve_bytes: vLLM's for Llama-3.1-8B on one RTX 4090 "
-        f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
+        f"({RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
         f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
         "chunks after earlier context: increment of the RTX 4090, scaled by the rate of long "
         f"prompts and the waves of query blocks; prompts beyond {c._longest:g} tokens by "

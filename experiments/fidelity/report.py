@@ -1,10 +1,9 @@
 """How far the engine is from a measured serving run: ``servegym fidelity --data FOLDER``.
 
 The run is replayed request by request on a profile that was fitted to kernel timings alone;
-nothing is tuned to the run. It prints the errors of TTFT, TPOT and end-to-end latency, the errors
-when one part of the model is replaced, and the course over time, and writes to ``--out``, with the
-provenance of each table, ``errors``, ``sensitivity``, and ``latencies`` and ``course`` with the
-picture ``fidelity.png``.
+nothing is tuned to the run. It prints the errors of TTFT, TPOT and end-to-end latency and the
+course over time, and writes to ``--out``, with the provenance of each table, ``errors``, and
+``latencies`` and ``course`` with the picture ``fidelity.png``.
 """
 
 from __future__ import annotations
@@ -89,11 +88,6 @@ _ERRORS: Columns = {
     "P99": ("p99_error", _percent),
     "mean error": ("mean_error", _percent),
 }
-_SENSITIVITY: Columns = {
-    "variant": ("variant", str),
-    **{metric: (metric, _signed) for metric in comparison.METRICS.values()},
-    "preemptions": ("preemptions", str),
-}
 _COURSE: Columns = {
     "quantity": ("quantity", str),
     "measured mean": ("measured_mean", "{:.3f}".format),
@@ -139,7 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="folder of the measured data (default: $SERVEGYM_DATA)")
     add("--run", type=Path, help="folder of another run: requests.jsonl, meta.json")
     add("--profile", help="profile, by name or file (default: that of the run's device and model)")
-    add("--engine", help="vllm@VERSION of a composed profile (default: the run's)")
     add("--out", type=Path, default=OUT, help=f"folder for tables and plot (default: {OUT})")
     add("--no-plot", action="store_true", help="do without matplotlib")
     return parser
@@ -156,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     run = load_run(folder)
     profile = load(options.profile) if options.profile else comparison.matching_profile(run)
-    profile = comparison.of_engine(profile, run, options.engine)
+    profile = comparison.of_engine(profile, run)
     comparison.check_devices(run, profile)
     simulated = comparison.simulate(run, profile)
     late = run.arrival_s - run.arrival_s[0] >= START_UP_S
@@ -168,7 +161,6 @@ def main(arguments: Sequence[str]) -> int:
         "errors": [
             {"requests_from": start, **row} for start, rows in by_start.items() for row in rows
         ],
-        "sensitivity": comparison.sensitivity(run, profile),
         "latencies": comparison.latency_quantiles(run, simulated),
     }
     first = [float(times[0]) for times in (run.ttft_s, simulated["ttft_s"])]
@@ -177,8 +169,6 @@ def main(arguments: Sequence[str]) -> int:
     print(f"first request: TTFT measured {first[0]:.3f} s, simulated {first[1]:.3f} s (start-up)\n")
     _show("All requests", _ERRORS, by_start["all"])
     _show(f"Without the first {START_UP_S:g} s of arrivals", _ERRORS, by_start["later"])
-    title = "Sensitivity: error of the mean with one part replaced"
-    _show(title, _SENSITIVITY, tables["sensitivity"])
     if run.series is not None and len(run.series) > 1:
         course = comparison.trajectory(run, profile, run.series["t_s"])
         _show("Course over time", _COURSE, comparison.compare_series(run.series, course))

@@ -128,7 +128,7 @@ def test_the_command(folder, tmp_path):
     words = ["fidelity", "--run", str(folder), "--out", str(out)]
     result = servegym(*words)
     assert result.exit_code == 0, result.output
-    stems = ("course", "errors", "latencies", "sensitivity")
+    stems = ("course", "errors", "latencies")
     assert {path.name for path in out.iterdir()} == {
         "fidelity.png",
         *(f"{stem}{ending}" for stem in stems for ending in (".csv", ".json")),
@@ -254,7 +254,7 @@ def test_what_a_run_does_not_have_is_left_out(tmp_path, capsys):
     assert report.main(words) == 0
     shown = capsys.readouterr().out
     assert "nan" not in shown and "—" in shown
-    for name in ("errors", "sensitivity", "latencies", "course"):
+    for name in ("errors", "latencies", "course"):
         assert "nan" not in (tmp_path / f"{name}.csv").read_text()
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -219,23 +218,11 @@ def test_times_that_the_work_does_not_explain_are_refused(folder, file, column, 
         calibrate_kernels(folder, TEST)
 
 
-def test_fit_then_check(folder, tmp_path, capsys):
-    other = tmp_path / "other"
-    shutil.copytree(folder, other, ignore=shutil.ignore_patterns("other"))
-    _scale(other, 1.25)
-    out = tmp_path / "p.json"
-    assert main([str(folder), "-o", str(out), "--check", str(other)]) == 0
-    # Composed kernels are linear in their times, so a quarter more is a fifth less everywhere.
-    assert capsys.readouterr().out.count("mean -20.00 %, |error| median 20.00 %") == 2
-    assert main(["--profile", str(out), f"--check={folder}"]) == 0
-    assert capsys.readouterr().out.count("median 0.00 %") == 2
-
-
 def test_arguments_win_over_those_in_the_folder(folder, tmp_path):
     out, file = tmp_path / "card.json", folder / "calibrate.json"
     facts = load(RTX).model | {"name": "mine"}
     (folder / "model.json").write_text(json.dumps(facts))
-    settings = {"--name": "a", "--model": "model.json", "--seed": 3, "--note": "of the folder"}
+    settings = {"--name": "a", "--model": "model.json", "--note": "of the folder"}
     file.write_text(json.dumps(settings))
     assert main([str(folder), "-o", str(out)]) == 0
     profile = load(out)
