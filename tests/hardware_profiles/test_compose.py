@@ -202,7 +202,8 @@ def test_replicas_that_share_their_experts():
     alone = one.chunk_attention_s(700, 300)
     own = one.replica_s(700) - one.replica_s(350)
     assert two.chunk_attention_s(700, 300) == pytest.approx(alone + own)
-    assert two.surplus([64])["longest_decode_s"] == one.surplus([32])["longest_decode_s"]
+    pair, alone = (c.surplus()["longest_decode_s"] for c in (two, one))
+    np.testing.assert_array_equal(pair[1:], alone[:-1])  # twice the decodes each
     single = compose("rtxpro6000", "qwen3-30b-a3b")
     group = compose("rtxpro6000", "qwen3-30b-a3b", dp=2, ep=2)
     weights = single.model["weight_bytes"]
