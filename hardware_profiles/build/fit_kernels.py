@@ -151,15 +151,10 @@ def _filled_errors(logs: np.ndarray, gone: np.ndarray, grids: Sequence[Any]) -> 
 
 
 def fill_holes(values: np.ndarray, grids: Sequence[Sequence[float]]) -> np.ndarray:
-    """Fill the NaNs of a table of logarithms from the nearest known points along each axis.
+    """Fill the NaNs of a table of logarithms from the nearest known points along its first axes.
 
-    Args:
-        values: logarithms of times, NaN where unknown.
-        grids: the sizes of the axes that may be used, the first axes of ``values``.
-
-    Returns:
-        The table; each hole is the mean of the axes' interpolations, or of the nearest known
-        points in proportion to the size where one side is missing.
+    Each is the mean of the axes' interpolations, or of the nearest known points in proportion to
+    the size where one side is missing.
     """
     out = values.copy()
     for index in np.argwhere(np.isnan(values)):
@@ -558,17 +553,7 @@ def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
 
 
 def fit_card(card: str, data: Path, systems: Path) -> dict[str, Any]:
-    """The kernel tables of a card that aiconfigurator timed.
-
-    Args:
-        card: a key of :data:`servegym.hardware_profiles.build.fit_cards.CARDS` or
-            :data:`TABLES_ONLY`.
-        data: folder of the published tables.
-        systems: ``aiconfigurator_core/systems/data``.
-
-    Returns:
-        The file's content.
-    """
+    """The file of a card of :data:`CARDS` or :data:`TABLES_ONLY`, which aiconfigurator timed."""
     facts = (CARDS | TABLES_ONLY)[card]
     name: str = facts["file"]
     version: str = facts["version"]
@@ -656,15 +641,7 @@ def _provenance(name: str, version: str) -> dict[str, Any]:
 
 
 def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
-    """The RTX 4090's tables: the L40S's times the ratio of the cards on Llama-3.1-8B's kernels.
-
-    Args:
-        base: the L40S's content.
-        data: folder of the published tables.
-
-    Returns:
-        The file's content; products of 16-bit weights only, no experts.
-    """
+    """The RTX 4090's file: the L40S's times the ratio of the cards on Llama-3.1-8B's kernels."""
     folder = data / REFERENCE_KERNELS
     timed = read_ops(folder / "dense.csv", "tokens")
     shapes = {
@@ -747,12 +724,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
 
 
 def decode_ratio(base: Mapping[str, Any], kernels: LawTables) -> np.ndarray:
-    """Attention of Llama-3.1-8B's decodes over a table's, on the table's pairs and contexts.
-
-    Args:
-        base: decode attention at a head size of 128.
-        kernels: timings of the model, 8 KV heads and 4 query heads each.
-    """
+    """Attention of Llama-3.1-8B's decodes over a table's of its head size, on that table's grid."""
     grids = [(k, np.array(base[k])) for k in ("group", "pairs", "context")]
     table = LogTable("decodes", grids, np.array(base["us"]))
     pairs = 8.0 * kernels.decode_sequences

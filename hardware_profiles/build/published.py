@@ -55,16 +55,7 @@ class MatrixProducts:
         return [(n * k / (s[0] * s[1]), self.shapes[s]) for s in order[:_NEAR]]
 
     def seconds(self, n: int, k: int, tokens: Sequence[int]) -> np.ndarray:
-        """Seconds of the product with ``n`` output and ``k`` inner features.
-
-        Args:
-            n: output features.
-            k: inner features.
-            tokens: rows ``m``, of :meth:`tokens`.
-
-        Returns:
-            ``(len(tokens),)`` seconds.
-        """
+        """Seconds of the product with ``n`` output and ``k`` inner features, by rows."""
         parts = self._near(n, k)
         return np.array([np.median([w * times[m] for w, times in parts]) for m in tokens])
 
