@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,54 +54,50 @@ _SLOWEST_BYTES_PER_S = 5e9
 _TOLERANCE = 0.003
 
 
-def option(text: str, default: Any) -> Any:
-    """A field of `KernelOptions`, and the help of its flag."""
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True)
-class KernelOptions:
-    """What `calibrate_kernels` is told besides the timings; each is a flag of the command."""
-
-    name: str = option("name of the profile", "rtx4090-llama-3.1-8b")
-    model: str = option("model name, or a JSON file of model facts", "Llama-3.1-8B")
-    device_name: str | None = option("device (default: from meta.yaml)", None)
-    memory_bytes: int = option("memory of the device", 25_250_627_584)
-    engine: str | None = option("vllm@VERSION, whose host takes its share of an iteration", None)
-    source: str | None = option("where the timings come from", None)
-    licence: str = option("licence of the timings", "not stated")
-    notes: Sequence[str] = ()
-
-
-def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) -> Profile:
+def calibrate_kernels(
+    folder: str | os.PathLike[str],
+    *,
+    name: str = "rtx4090-llama-3.1-8b",
+    model: str = "Llama-3.1-8B",
+    device_name: str | None = None,
+    memory_bytes: int = 25_250_627_584,
+    engine: str | None = None,
+    source: str | None = None,
+    licence: str = "not stated",
+    notes: Sequence[str] = (),
+) -> Profile:
     """Build a tabulated profile from a folder of kernel timings.
 
     Args:
         folder: holds ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` (times in
             microseconds), and ``meta.yaml`` there or one level up (optional).
-        options: name, model and device, and where the timings come from.
-
-    Returns:
-        The profile; ``profile.save(path)`` writes its JSON file.
+        name: of the profile.
+        model: a name, or a JSON file of model facts.
+        device_name: None for that in ``meta.yaml``.
+        memory_bytes: of the device.
+        engine: ``vllm@VERSION``, whose host takes its share of an iteration, or None.
+        source: where the timings come from.
+        licence: of the timings.
+        notes: remarks for the profile's provenance.
 
     Raises:
         ValueError: naming the file, line and field of a bad input, and what to do.
     """
     root = Path(folder)
-    if options.engine:
-        parse_engine(options.engine)
-    name, facts = options.name, model_facts(options.model)
+    if engine:
+        parse_engine(engine)
+    facts = model_facts(model)
     kernels = KernelTables(root, int(facts["layers"]))
     t = kernels.tables
     _check_times(t, root, float(facts["weight_bytes"]))
     meta = read_meta(root / "meta.yaml") or read_meta(root.parent / "meta.yaml")
-    device = options.device_name or meta.get("gpu", "device")
+    device = device_name or meta.get("gpu", "device")
     origin: dict[str, Any] = {
-        "source": options.source or "/".join(root.resolve().parts[-4:]),
-        "licence": options.licence,
+        "source": source or "/".join(root.resolve().parts[-4:]),
+        "licence": licence,
         "date": meta.get("profiled_at", "unknown"),
         "command": "python -m servegym.hardware_profiles.calibrate.calibrate FOLDER "
-        f"--name {name} --model {options.model}",
+        f"--name {name} --model {model}",
         "notes": [
             f"whole model = {kernels.layers} x (dense ops + attention), layernorm twice a layer; "
             "embedding, final layernorm, lm_head and sampler once",
@@ -110,7 +105,7 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
             f"beyond {t.dense_tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
             f"prefill attention composed of pieces of {t.chunk_tokens[-1]:g} tokens",
             *layer_lines(root),
-            *options.notes,
+            *notes,
         ],
     }
     data: dict[str, Any] = {
@@ -119,7 +114,7 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         "kind": "fitted",
         "device": {
             "name": device,
-            "memory_bytes": options.memory_bytes,
+            "memory_bytes": memory_bytes,
             "usable_memory_fraction": USABLE_MEMORY,
         },
         "model": dict(facts),
@@ -145,7 +140,7 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         }
 
     profile = estimated(data, errors)
-    return with_engine(profile, options.engine) if options.engine else profile
+    return with_engine(profile, engine) if engine else profile
 
 
 def _tabulated_law(k: KernelTables) -> dict[str, Any]:
@@ -264,50 +259,40 @@ def _second_grid_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
         rest = profile.dense_s(chunk) + profile.head_s(1)
         guess = profile.chunk_attention_s(chunk, before)
         pairs.append((guess / measured - 1.0, (guess - measured) / (measured + rest)))
-    if not pairs:
-        return {}
-    attention, iteration = np.array(pairs).T
-    return {
-        "chunk_attention_beside_grid": error_quantiles(attention),
-        "chunk_iteration_beside_grid": error_quantiles(iteration),
-    }
+    names = ("chunk_attention_beside_grid", "chunk_iteration_beside_grid")
+    errors = map(error_quantiles, np.array(pairs).T)
+    return dict(zip(names, errors, strict=True)) if pairs else {}
 
 
 def _mixed_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
     """Error of prefill attention + decode attention against the two measured together."""
-    attention, iteration, near, corrected = [], [], [], []
-    together = profile.mixed_decode_attention_s()
-    t = profile.tables()
+    rows, near, corrected = [], [], []
+    together, t = profile.mixed_decode_attention_s(), profile.tables()
     for (chunk, before, sequences, context), measured in k.mixed.items():
-        guess = profile.chunk_attention_s(chunk, before) + profile.decode_attention_s(
-            sequences, context
-        )
+        alone = profile.chunk_attention_s(chunk, before)
+        guess = alone + profile.decode_attention_s(sequences, context)
         rest = profile.dense_s(chunk + sequences) + profile.head_s(sequences + 1)
-        attention.append(guess / measured - 1.0)
-        iteration.append((guess + rest) / (measured + rest) - 1.0)
+        rows.append((guess / measured - 1.0, (guess + rest) / (measured + rest) - 1.0))
         # The table was built from the rows of the smallest chunk without context.
         if (chunk, before) != (k.tables.chunk_tokens[0], 0):
             axes = (t.decode_sequences, t.decode_context_tokens)
-            other = profile.chunk_attention_s(chunk, before)
-            other += bilinear(*axes, together, sequences, context)
+            other = alone + bilinear(*axes, together, sequences, context)
             corrected.append((other - measured) / (measured + rest))
         near.append(
             sequences <= ESTIMATOR_MAX_SEQUENCES
             and chunk <= ESTIMATOR_MAX_PROMPT
             and max(before, context) <= ESTIMATOR_MAX_CONTEXT
         )
-    if not attention:
+    if not rows:
         return {}
-    inside = np.array(near)
-    out = {
-        "mixed_attention_sum": error_quantiles(np.array(attention)),
-        "mixed_iteration_sum": error_quantiles(np.array(iteration)),
-    }
+    names = ("mixed_attention_sum", "mixed_iteration_sum")
+    out = dict(zip(names, map(error_quantiles, np.array(rows).T), strict=True))
     if together is not t.decode_attention_s and corrected:
         out["mixed_iteration_with_mixed_table"] = error_quantiles(np.array(corrected))
-    if inside.any():
-        out["mixed_attention_sum_routing_domain"] = error_quantiles(np.array(attention)[inside])
-        out["mixed_iteration_sum_routing_domain"] = error_quantiles(np.array(iteration)[inside])
+    if any(near):
+        inside = map(error_quantiles, np.array(rows)[near].T)
+        ends = (f"{name}_routing_domain" for name in names)
+        out |= dict(zip(ends, inside, strict=True))
     return out
 
 
@@ -331,7 +316,7 @@ def _settings(folder: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The arguments; what is not given is left to `KernelOptions`."""
+    """The arguments; what is not given is left to `calibrate_kernels`."""
     parser = argparse.ArgumentParser(
         prog="servegym calibrate",
         description="Fit a hardware profile (JSON) to kernel timings (CSV); "
@@ -341,10 +326,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folder", help="holds dense.csv, attention.csv and per_sequence.csv (us)")
     add("-o", "--out", help="file to write (default: NAME.json)")
+    add("--name", help="name of the profile")
+    add("--model", help="model name, or a JSON file of model facts")
+    add("--device-name", help="device (default: from meta.yaml)")
+    add("--memory-bytes", type=int, help="memory of the device")
+    add("--engine", help="vllm@VERSION, whose host takes its share of an iteration")
+    add("--source", help="where the timings come from")
+    add("--licence", help="licence of the timings")
     add("--note", dest="notes", action="append", help="remark; repeatable")
-    for each in fields(KernelOptions)[:-1]:
-        kind = int if each.type == "int" else str
-        add(f"--{each.name.replace('_', '-')}", type=kind, help=each.metadata["help"])
     return parser
 
 
@@ -363,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What is given wins over what lies in the folder.
     options = vars(_parser().parse_args([folder, *_settings(Path(folder))])) | chosen
     out = options.pop("out", None)
-    profile = calibrate_kernels(options.pop("folder"), KernelOptions(**options))
+    profile = calibrate_kernels(**options)
     out = out or f"{profile.name}.json"
     profile.save(out)
     e = profile.estimator

@@ -8,7 +8,7 @@ import pytest
 
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.build.derive import derive_cards
-from servegym.hardware_profiles.calibrate.calibrate import KernelOptions, calibrate_kernels, main
+from servegym.hardware_profiles.calibrate.calibrate import calibrate_kernels, main
 from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS
 
 RTX = "rtx4090-llama-3.1-8b"
@@ -18,7 +18,6 @@ SERVER_RUN = "llmservingsim/bench/examples/RTX4090/Llama-3.1-8B/vllm"
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 512, 1024, 2048)
 GRID = (16, 64, 256, 1024)
 OPS = DENSE_OPS
-TEST = KernelOptions(name="test")
 
 
 def _write(path, header, rows):
@@ -66,7 +65,7 @@ def _scale(folder, factor):
 
 
 def test_known_kernels_are_composed_exactly(folder):
-    p = calibrate_kernels(folder, TEST)
+    p = calibrate_kernels(folder, name="test")
     # 32 x (8 op runs, layernorm twice) + embedding + final layernorm = 258 runs.
     for t in (1, 7, 100, 2000, 5000):
         assert p.dense_s(t) == pytest.approx(258 * (40 + 0.25 * t) * 1e-6, rel=1e-5)
@@ -92,7 +91,7 @@ def test_decodes_beside_a_chunk_get_their_own_table(folder):
         if c and n:
             row["time_us"] = 5 + 0.1 * c + 0.02 * k + 0.02 * n * x
     _write(folder / "attention.csv", list(rows[0]), [list(row.values()) for row in rows])
-    p = calibrate_kernels(folder, TEST)
+    p = calibrate_kernels(folder, name="test")
     table = p.mixed_decode_attention_s()
     # n = 8 and 16 were not measured beside a chunk: extended from 1 and 4.
     for i, n in enumerate((1, 4, 8, 16)):
@@ -110,7 +109,7 @@ def test_decodes_beside_a_chunk_get_their_own_table(folder):
 
 def test_recorded_errors_and_tables_are_recomputed(measured):
     shipped = load(RTX)
-    again = calibrate_kernels(measured(KERNELS), KernelOptions())
+    again = calibrate_kernels(measured(KERNELS))
     assert _flat(again.fit_error) == pytest.approx(_flat(shipped.fit_error), rel=1e-3, abs=1e-6)
     assert again.law == shipped.law
     assert again.to_dict()["estimator"] == pytest.approx(shipped.to_dict()["estimator"], rel=1e-4)
@@ -160,7 +159,7 @@ def test_derived_cards_are_recomputed(measured):
 def test_bad_row_is_refused_with_file_line_and_field(folder, file, line, fields, message):
     _edit(folder / file, line, **fields)
     with pytest.raises(ValueError, match=message):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
 
 
 @pytest.mark.parametrize("file", ["dense.csv", "attention.csv", "per_sequence.csv"])
@@ -169,16 +168,16 @@ def test_missing_column_and_file_are_refused(folder, file):
     text = path.read_text()
     path.write_text(text.replace("time_us", "time_ms", 1))
     with pytest.raises(ValueError, match=rf"{file}:1: field 'time_us': is missing \(found"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
     path.write_text("\n".join(text.splitlines()[:4]))
     with pytest.raises(ValueError, match=rf"{file}:4: .*only 3 rows; measure at least"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
     path.write_bytes(b"layer,\xff\xfe")
     with pytest.raises(ValueError, match=rf"{file}: is not UTF-8 text"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
     path.unlink()
     with pytest.raises(ValueError, match=rf"{file}: cannot be read"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_missing_column_and_file_are_refused(folder, file):
 def test_wrong_units_are_refused(folder, factor, guess):
     _scale(folder, factor)
     with pytest.raises(ValueError, match=f"dense.csv.*look like {guess}: write microseconds"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_times_that_the_work_does_not_explain_are_refused(folder, file, column, 
             row["time_us"] = 90.0 - 0.02 * int(row[column])  # longer work, shorter times
     _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
     with pytest.raises(ValueError, match=rf"{file}: .*{label}: the size explains R² = 0.00"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
 
 
 def test_arguments_win_over_those_in_the_folder(folder, tmp_path):
