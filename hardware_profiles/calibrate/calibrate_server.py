@@ -351,7 +351,7 @@ def corrected_law(profile: Profile, steps: Steps, prompts: float) -> dict[str, A
     knots = np.unique([*law["head_sequences"], *knots])
     head = np.interp(knots, law["head_sequences"], law["head_s"])
     law["head_sequences"], law["head_s"] = knots, head
-    draft = replace(profile, law=tabulate(law), _tables=None)
+    draft = replace(profile, law=tabulate(law))
     context = float(np.exp(np.mean(np.log([p.context for p in steps.points]))))
     factors = np.exp(steps.factor(np.maximum(knots, 1.0))[0])
     at = [(n, n * context) for n in np.maximum(knots, 1.0)]
