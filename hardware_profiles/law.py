@@ -409,19 +409,3 @@ class Profile:
 
 # Names of the profiles that have warned; each warns once a process.
 WARNED_PROFILES: set[str] = set()
-
-
-def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The error to show with a profile's name, and its key; None where there is none.
-
-    It is that of the whole iterations that the law predicts worst by its 90th percentile, but for
-    those that mix prefill and decodes; where no whole iteration was judged, the worst of all.
-    """
-    entries = {k: v for k, v in fit_error.items() if isinstance(v, Mapping) and "p90" in v}
-    whole = {
-        k: v for k, v in entries.items() if "_iteration" in k and not k.startswith("mixed")
-    } or entries
-    if not whole:
-        return None
-    key = max(whole, key=lambda name: whole[name]["p90"])
-    return key, copy_json(whole[key])

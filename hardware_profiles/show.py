@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
-from servegym.hardware_profiles.law import headline_error
 
 
 def main(argv: Sequence[str]) -> None:
@@ -55,12 +54,18 @@ def _show(profile: Any) -> None:
 
 
 def _fit_error(profile: Any) -> str:
-    """The error on whole iterations of held-out rows, worst entry; the file has them all."""
-    headline = headline_error(profile.fit_error)
-    if headline is None:
-        return f"fit error: {profile.fit_error.get('measure', 'none stated')}"
-    key, value = headline
+    """The error of the whole iterations that the law predicts worst; the file has them all.
+
+    Those that mix prefill and decodes are left aside; without whole iterations the worst entry.
+    """
+    errors = profile.fit_error
+    entries = [key for key, value in errors.items() if isinstance(value, dict) and "p90" in value]
+    whole = [key for key in entries if "_iteration" in key and not key.startswith("mixed")]
+    if not entries:
+        return f"fit error: {errors.get('measure', 'none stated')}"
+    key = max(whole or entries, key=lambda name: errors[name]["p90"])
+    median, p90, largest = (100 * errors[key][name] for name in ("median", "p90", "max"))
     return (
-        f"fit error: median {100 * value['median']:.2g} %, p90 {100 * value['p90']:.2g} %, "
-        f"max {100 * value['max']:.2g} % ({key}, {value['points']} points)"
+        f"fit error: median {median:.2g} %, p90 {p90:.2g} %, max {largest:.2g} % "
+        f"({key}, {errors[key]['points']} points)"
     )

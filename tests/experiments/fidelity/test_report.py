@@ -173,6 +173,9 @@ def test_bad_files_are_refused(tmp_path):
         ({"arrival_time": None}, "requests.jsonl:4: field 'arrival_time'"),
         ({"first_token_ts": 0.0}, "field 'first_token_ts'.*order"),
         ({"arrival_time": 1.7e12}, "jsonl:4: field 'arrival_time'.*cannot be seconds"),
+        ({"error": "timed out"}, "requests.jsonl:4: field 'error'"),
+        ({"success": False}, "requests.jsonl:4: field 'success'"),
+        ({"finish_reason": "abort"}, "requests.jsonl:4: field 'finish_reason'"),
     ):
         changed = [*lines[:3], json.dumps({**fourth, **change}), *lines[4:]]
         refused(tmp_path, requests, "\n".join(changed), words)
@@ -195,6 +198,8 @@ def test_bad_files_are_refused(tmp_path):
             for name in ("data_parallel_size", "pipeline_parallel_size")
         ),
         ({"engine_kwargs": {**kwargs, "enable_expert_parallel": 1}}, "enable_expert_parallel'"),
+        ({"engine_kwargs": {**kwargs, "enforce_eager": True}}, "enforce_eager.*got True"),
+        ({"resolved_config": {"speculative_config": {"method": "ngram"}}}, "speculative.*replay"),
     ):
         refused(tmp_path, meta, json.dumps({**settings, **change}), words)
     refused(tmp_path, meta, "[]", r"meta\.json.*object")
@@ -225,19 +230,18 @@ def test_what_a_run_does_not_tell_is_assumed_and_said(tmp_path):
     assert run.engine["async_scheduling"] is False and "async_scheduling" not in run.assumed
 
 
-def test_a_tensor_parallel_run_needs_a_profile_of_as_many_devices(tmp_path):
-    made_up_run(tmp_path)
-    meta = tmp_path / "meta.json"
-    settings = json.loads(meta.read_text())
-    settings["engine_kwargs"]["tensor_parallel_size"] = 2
-    meta.write_text(json.dumps(settings))
-    run = load_run(tmp_path)
+def test_a_run_needs_a_profile_of_its_devices_and_formats(folder):
+    run, profile = replace(load_run(folder), devices=(2, 1, False)), load(PROFILE)
     with pytest.raises(ValueError, match=r"2 x NVIDIA.*servegym profile --tp 2"):
         matching_profile(run)
-    profile = load(PROFILE)
     with pytest.raises(ValueError, match=r"tensor_parallel_size 2.*--tp 2"):
         check_devices(run, profile)
     check_devices(run, replace(profile, engine={**profile.engine, "tensor_parallel": 2}))
+    eight = compose("h100", "llama-3.1-8b", dtype="fp8", kv_dtype="fp8")
+    check_devices(replace(load_run(folder), formats=("fp8", "fp8_e4m3")), eight)
+    for formats, words in ((("fp8", ""), "quantization 'fp8'"), (("", "fp8"), "kv_cache_dtype")):
+        with pytest.raises(ValueError, match=words):
+            check_devices(replace(run, formats=formats), profile)
 
 
 @pytest.mark.filterwarnings("error")
@@ -273,38 +277,3 @@ def test_errors_of_the_published_run_stay_small(measured):
         assert found[metric]["median_error"] <= median, metric
     course = comparison.trajectory(run, profile, run.series["t_s"])
     assert all(row["correlation"] > 0.9 for row in comparison.compare_series(run.series, course))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        ("engine_kwargs.speculative_config", {"method": "eagle3"}, "speculative_config.*replay"),
-        ("engine_kwargs.enforce_eager", True, "enforce_eager.*got True"),
-        ("resolved_config.speculative_config", {"method": "ngram"}, "speculative_config"),
-    ],
-)
-def test_settings_that_the_replay_does_not_have_are_refused(tmp_path, path, value, words):
-    made_up_run(tmp_path)
-    part, name = path.split(".")
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    meta.setdefault(part, {})[name] = value
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=words):
-        load_run(tmp_path)
-
-
-def test_other_formats_and_failed_requests_are_refused(tmp_path):
-    made_up_run(tmp_path)
-    run = load_run(tmp_path)
-    eight = compose("h100", "llama-3.1-8b", dtype="fp8", kv_dtype="fp8")
-    check_devices(replace(run, formats=("fp8", "fp8_e4m3")), eight)
-    for formats, words in ((("fp8", ""), "quantization 'fp8'"), (("", "fp8"), "kv_cache_dtype")):
-        with pytest.raises(ValueError, match=words):
-            check_devices(replace(run, formats=formats), load(PROFILE))
-    requests = tmp_path / "requests.jsonl"
-    rows = [json.loads(line) for line in requests.read_text().splitlines()]
-    for sign in ({"error": "timed out"}, {"success": False}, {"finish_reason": "abort"}):
-        lines = [json.dumps(row | (sign if n == 3 else {})) for n, row in enumerate(rows)]
-        requests.write_text("\n".join(lines))
-        with pytest.raises(ValueError, match=rf"requests.jsonl:4: field '{next(iter(sign))}'"):
-            load_run(tmp_path)
