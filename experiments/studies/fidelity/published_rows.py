@@ -39,7 +39,6 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym._files import csv_rows
 from servegym.envs.llm_routing import replay
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
@@ -339,20 +338,8 @@ def summary(judged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(zip(names, key, strict=True)) | _measures(some) for key, some in lines]
 
 
-def _print(lines: Sequence[Mapping[str, Any]]) -> None:
-    columns = ["part", "card", "model", "version", "format", "TP", "engine", "rows"]
-    for key in ("TTFT", "TPOT"):
-        columns += [f"{key} {what}" for what in ("median", "MAPE", "in 80 %")]
-    body = []
-    for line in lines:
-        names = [name for name in line if name.startswith(("ttft", "tpot"))]
-        shares = [f"{100 * line[n]:{'+' * n.endswith('median')}.1f} %" for n in names]
-        body.append([*map(str, list(line.values())[:8]), *shares])
-    print_table("Simulated over measured, minus 1", columns, body)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: replay both parts, print the table and write it."""
+    """Command line: replay both parts and write the table."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.published_rows",
         description=(__doc__ or "").splitlines()[0],
@@ -363,17 +350,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     rows, others = read_rows(options.wheel)
     judged, left_out = results(rows)
-    lines = summary(judged)
-    _print(lines)
-    for cause, count in [*others.items(), *left_out.items()]:
-        print(f"left out: {count} rows: {cause}")
     origin = provenance(
         shlex.join([*parser.prog.split(), *words]),
         packages=("aiconfigurator-core",),
         settings={"left_out_of_the_table": others, "left_out_of_the_rows": left_out},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    write_result(options.out / "published", lines, origin)
+    write_result(options.out / "published", summary(judged), origin)
     return 0
 
 

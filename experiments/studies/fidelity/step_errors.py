@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.experiments.evaluation.output import print_table, read_rows
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.compose import compose
@@ -172,15 +172,6 @@ def main() -> None:
         Profile.from_dict(data, name).save(data_path(f"{name}.json"))
     origin = provenance("python -m servegym.experiments.studies.fidelity.step_errors")
     write_result(RESULTS / "fidelity" / "step_error", rows, origin)
-    parts = ("bias", "sd", "rows", "method", "engine", "mixed")
-    print_table(
-        "Error of whole steps: log of true seconds over the law's, in per cent",
-        ["profile", "step", *parts],
-        [
-            [row["profile"], row["step"], *(f"{100 * row[part]:.1f}" for part in parts)]
-            for row in rows
-        ],
-    )
 
 
 if __name__ == "__main__":
