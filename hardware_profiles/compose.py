@@ -19,7 +19,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,8 @@ from servegym.hardware_profiles.model_config import (
     list_models,
     model_shape,
 )
-from servegym.hardware_profiles.schema import MIXED_TABLE, TABLE_AXES, kv_capacity_tokens
+from servegym.hardware_profiles.schema import MIXED_TABLE, TABLE_AXES, Z80, kv_capacity_tokens
+from servegym.hardware_profiles.show import show
 
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4")
 USABLE_MEMORY = 0.9
@@ -61,8 +61,6 @@ _WAITING = "0.13"
 STEP_ERROR: dict[str, dict[str, dict[str, Any]]] = constant("step_error")
 OTHER_MODEL_SD: float = constant("other_model_sd")
 _EVERYWHERE = "everywhere"
-# An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean.
-Z80 = 1.2816
 
 _CONTEXTS = (0, *(2**n for n in range(4, 18)))
 _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
@@ -706,15 +704,12 @@ def _untold(c: Composer, kind: str, engines: Sequence[tuple[str, str]]) -> tuple
     links = [k.link] if k.link is not None or c.tp * c.dp == 1 else k.links
     steps = []
     for link, (name, version) in itertools.product(links, engines):
-        numbers = version_numbers(version) if len(engines) > 1 else k.version
-        at = replace(c, kernels=replace(k, link=link, version=numbers))
-        tokens, sequences = (2048, 1) if kind == "prefill" else (32, 32)
-        seconds = at.dense_s(tokens) + at.head_s(sequences)
-        seconds += (
-            at.chunk_attention_s(tokens, 0)
-            if kind == "prefill"
-            else at.decode_attention_s(sequences, 1024)
-        )
+        at = replace(c, kernels=replace(k, link=link, version=version_numbers(version)))
+        if kind == "prefill":
+            tokens, sequences, attention_s = 2048, 1, at.chunk_attention_s(2048, 0)
+        else:
+            tokens, sequences, attention_s = 32, 32, at.decode_attention_s(32, 1024)
+        seconds = at.dense_s(tokens) + at.head_s(sequences) + attention_s
         host = engine_host(name, version)
         steps.append(math.log(seconds + host["step_s"] + host["sequence_s"] * sequences))
     return min(steps) - steps[0], max(steps) - steps[0]
@@ -765,21 +760,11 @@ def main(arguments: Sequence[str]) -> int:
             s = model_shape(name)
             print(f"model {name}: {s.parameters / 1e9:.2f} B parameters, {s.architecture}")
         return 0
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
     profile = compose_chosen(options)
-    path = Path(options.out or f"{profile.name}.json")
+    path = options.out or f"{profile.name}.json"
     profile.save(path)
-    print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "
-          f"{profile.kv_bytes_per_token} B")  # fmt: skip
-    for b, x in ((1, 1024), (32, 1024), (8, 16384)):
-        print(f"decode of {b} x {x} tokens: {1e3 * profile.decode_s(b, b * x):.2f} ms")
-    for p in (512, 2048, 16384):
-        print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
-    for kind in ("prefill", "decode"):
-        error = profile.step_error[kind]
-        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-Z80, Z80))
-        print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
+    print(f"written to {path}")
+    show(profile)
     for note in profile.provenance["notes"]:
         if note.startswith(("link", "engine")) or "beyond" in note or "not timed" in note:
             print(f"note: {note}")

@@ -20,6 +20,8 @@ from servegym._checks import LARGEST, flag, nearest, real, whole
 FORMAT = "servegym-hardware-profile/1"
 KINDS = ("measured", "fitted", "derived")
 BLOCK_SIZE = 16
+# An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean.
+Z80 = 1.2816
 # One iteration on one token never takes this long; a file that says so has its units wrong.
 MAX_PLAUSIBLE_S = 30.0
 # Attention of 131,072 tokens after as many, all layers of a large model, takes minutes.

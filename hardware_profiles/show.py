@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
+from servegym.hardware_profiles import Profile, list_moe_layers, list_profiles, load, load_moe
+from servegym.hardware_profiles.schema import STEP_KINDS, Z80
 
 
 def main(argv: Sequence[str]) -> None:
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("name", nargs="?", help=text)
     name = parser.parse_args(argv).name
     if name is not None:
-        _show(load(name))
+        show(load(name))
         return
     profiles: list[Any] = [load(name) for name in list_profiles()]
     profiles += [load_moe(name) for name in list_moe_layers()]
@@ -30,25 +31,23 @@ def main(argv: Sequence[str]) -> None:
         print(f"{profile.name:<{width}}  {profile.kind:<8}  {_fit_error(profile)}")
 
 
-def _show(profile: Any) -> None:
-    """What a profile states of itself, a fact a line."""
+def show(profile: Profile) -> None:
+    """Print what a profile states of itself, a fact a line."""
     print(f"{profile.name}: {profile.description}")
     print(f"{profile.kind}; {_fit_error(profile)}")
-    for kind, error in profile.step_error.items():
-        if kind == "source":
-            continue
-        low, high = (
-            100 * math.expm1(error["bias"] + sign * 1.2816 * error["sd"]) for sign in (-1, 1)
-        )
-        print(
-            f"{kind} steps: true time {low:+.1f} % to {high:+.1f} % of the law's, 80 % interval "
-            f"(bias {100 * error['bias']:.1f} %, deviation {100 * error['sd']:.1f} %)"
-        )
+    for kind in STEP_KINDS if profile.step_error else ():
+        error = profile.step_error[kind]
+        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-Z80, Z80))
+        print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
     if not profile.step_error:
         print("the error of whole steps is not stated")
+    for b, x in ((1, 1024), (32, 1024), (8, 16384)):
+        print(f"decode of {b} x {x} tokens: {1e3 * profile.decode_s(b, b * x):.2f} ms")
+    for p in (512, 2048, 16384):
+        print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
     shares = ", ".join(f"{key} {value}" for key, value in profile.host.items())
     print(f"host: {shares or 'kernels alone'}")
-    print(f"KV memory: {profile.kv_capacity_tokens} tokens")
+    print(f"KV memory: {profile.kv_capacity_tokens} tokens of {profile.kv_bytes_per_token} bytes")
     print("domain: " + ", ".join(f"{key} {value}" for key, value in profile.domain.items()))
     print(f"source: {profile.provenance['source']}")
 

@@ -19,31 +19,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, tabulate
 from servegym.hardware_profiles.calibrate.server_loads import Load, read_all
-from servegym.hardware_profiles.compose import (
-    Z80,
-    add_arguments,
-    compose_chosen,
-    possible_engines,
-)
+from servegym.hardware_profiles.compose import add_arguments, compose_chosen, possible_engines
 from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import with_engine
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load as load_profile
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.roofline import roofline
-from servegym.hardware_profiles.schema import (
-    HOST_TIMES,
-    LONGEST,
-    MIXED_CHUNK,
-    MIXED_TABLE,
-)
+from servegym.hardware_profiles.schema import HOST_TIMES, LONGEST, MIXED_CHUNK, MIXED_TABLE, Z80
 
 # Chosen on llm-d's and ML.ENERGY's runs (experiments/results/fidelity/judges.csv) and on the part
 # `fit` of aiconfigurator-core's, each load left out once; the errors are flat around them.
@@ -529,8 +518,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.kv_tokens < 0:
         raise ValueError(f"--kv-tokens: got {options.kv_tokens}; must be >= 16")
     out = options.out or f"{options.name}.json"
-    if not Path(out).absolute().parent.is_dir():
-        raise ValueError(f"--out: got {out!r}; its folder does not exist")
     loads = read_all(options.files)
     base = _begun_with(options, loads)
     result = calibrate_server(loads, base, options.name, options.kv_tokens)

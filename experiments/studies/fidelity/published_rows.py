@@ -41,10 +41,11 @@ from servegym._files import csv_rows
 from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.compose import Z80, compose
+from servegym.hardware_profiles.compose import compose
 from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import plans_ahead, without_api
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
+from servegym.hardware_profiles.schema import Z80
 
 OUT = Path("experiments", "results", "fidelity")
 TABLE = "aiconfigurator_core/systems/silicon_sample.csv"
