@@ -286,7 +286,8 @@ def _mixed_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
     if not rows:
         return {}
     names = ("mixed_attention_sum", "mixed_iteration_sum")
-    out = dict(zip(names, map(error_quantiles, np.array(rows).T), strict=True))
+    errors = map(error_quantiles, np.array(rows).T)
+    out: dict[str, Any] = dict(zip(names, errors, strict=True))
     if together is not t.decode_attention_s and corrected:
         out["mixed_iteration_with_mixed_table"] = error_quantiles(np.array(corrected))
     if any(near):

@@ -111,7 +111,7 @@ class Reply:
     e2e_s: float
     prompt_tokens: int
     output_tokens: int
-    token_s: tuple[float, float] = ()
+    token_s: tuple[float, ...] = ()
 
 
 def _count(usage: Mapping[str, Any], key: str) -> int:
