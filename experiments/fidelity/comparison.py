@@ -24,7 +24,6 @@ _MEASURES = (
     "median_error",
     "p90_error",
     "p99_error",
-    "mean_error",
 )
 QUANTITIES = ("running", "waiting", "kv_use")
 """Quantities of a course over time."""
@@ -116,9 +115,9 @@ def errors(
 
     Returns:
         One row a metric: ``requests``, ``measured_mean_s``, ``simulated_mean_s``,
-        ``error_of_mean`` (signed, relative), the quantiles ``median_error``, ``p90_error``,
-        ``p99_error`` and the mean ``mean_error`` of the requests' absolute relative errors. Of
-        requests that both served; a row without any holds their number alone.
+        ``error_of_mean`` (signed, relative) and the quantiles ``median_error``, ``p90_error`` and
+        ``p99_error`` of the requests' absolute relative errors. Of requests that both served; a
+        row without any holds their number alone.
     """
     rows = []
     for key, label in METRICS.items():
@@ -132,7 +131,7 @@ def errors(
         measured, guess = measured[use], guess[use]
         size = np.abs(guess / measured - 1.0)
         means = measured.mean(), guess.mean(), guess.mean() / measured.mean() - 1.0
-        values = map(float, (*means, *np.quantile(size, [0.5, 0.9, 0.99]), size.mean()))
+        values = map(float, (*means, *np.quantile(size, [0.5, 0.9, 0.99])))
         row = {"metric": label, "requests": int(use.sum())}
         rows.append(row | dict(zip(_MEASURES, values, strict=True)))
     return rows

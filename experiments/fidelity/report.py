@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,41 +68,21 @@ def draw(folder: Path) -> bytes:
     return as_png(figure)
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
+def _cell(key: str, value: Any) -> str:
+    """How a value of a column is printed."""
+    if value is None:
+        return "—"
+    if key.endswith("_s"):
+        return f"{value:.4f} s"
+    if "error" in key:
+        return f"{100 * value:{'+' * (key == 'error_of_mean')}.2f} %"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _signed(value: float) -> str:
-    return f"{100 * value:+.2f} %"
-
-
-Columns = dict[str, tuple[str, Callable[[Any], str]]]
-"""Heading of a printed column -> the rows' key and how its value is written."""
-_ERRORS: Columns = {
-    "metric": ("metric", str),
-    "measured mean": ("measured_mean_s", "{:.4f} s".format),
-    "simulated mean": ("simulated_mean_s", "{:.4f} s".format),
-    "error of mean": ("error_of_mean", _signed),
-    "median error": ("median_error", _percent),
-    "P90": ("p90_error", _percent),
-    "P99": ("p99_error", _percent),
-    "mean error": ("mean_error", _percent),
-}
-_COURSE: Columns = {
-    "quantity": ("quantity", str),
-    "measured mean": ("measured_mean", "{:.3f}".format),
-    "simulated mean": ("simulated_mean", "{:.3f}".format),
-    "mean difference": ("mean_absolute_difference", "{:.3f}".format),
-    "correlation": ("correlation", "{:.3f}".format),
-}
-
-
-def _show(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]]) -> None:
-    cells = [
-        ["—" if row[key] is None else form(row[key]) for key, form in columns.values()]
-        for row in rows
-    ]
-    print_table(title, list(columns), cells)
+def _show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    shown = [{key: _cell(key, row[key]) for key in row if key != "requests"} for row in rows]
+    names = [key.removesuffix("_s").replace("_", " ") for key in shown[0]]
+    print_table(title, names, [list(row.values()) for row in shown])
 
 
 def describe_settings(run: MeasuredRun, profile: Profile) -> str:
@@ -117,11 +97,6 @@ def describe_settings(run: MeasuredRun, profile: Profile) -> str:
         f"{name} {value}" + (f" ({run.assumed[name]})" if name in run.assumed else "")
         for name, value in values.items()
     )
-
-
-def data_folder(option: Path | None) -> Path:
-    """The folder of the measured data: ``option``, ``$SERVEGYM_DATA`` or ``../shared/data``."""
-    return option or Path(os.environ.get("SERVEGYM_DATA") or Path("..", "shared", "data"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Command line: replay the measured run, print and write the errors."""
     options = _parser().parse_args(arguments)
-    folder = options.run or data_folder(options.data).joinpath(*RUN_FOLDER)
+    data = options.data or os.environ.get("SERVEGYM_DATA", "")
+    folder = options.run or Path(data, *RUN_FOLDER)
     if not folder.is_dir():
         raise ValueError(
             f"no measured run in {str(folder)!r}: name its folder with --run, or the "
@@ -167,11 +143,11 @@ def main(arguments: Sequence[str]) -> int:
     print(f"run {run.name}, profile {profile.name} ({profile.kind})")
     print(f"settings: {describe_settings(run, profile)}")
     print(f"first request: TTFT measured {first[0]:.3f} s, simulated {first[1]:.3f} s (start-up)\n")
-    _show("All requests", _ERRORS, by_start["all"])
-    _show(f"Without the first {START_UP_S:g} s of arrivals", _ERRORS, by_start["later"])
+    _show("All requests", by_start["all"])
+    _show(f"Without the first {START_UP_S:g} s of arrivals", by_start["later"])
     if run.series is not None and len(run.series) > 1:
         course = comparison.trajectory(run, profile, run.series["t_s"])
-        _show("Course over time", _COURSE, comparison.compare_series(run.series, course))
+        _show("Course over time", comparison.compare_series(run.series, course))
         tables["course"] = comparison.course_means(run.series, course)
 
     options.out.mkdir(parents=True, exist_ok=True)

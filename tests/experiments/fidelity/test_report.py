@@ -93,7 +93,7 @@ def test_errors_have_the_right_size_and_sign_and_the_first_requests_can_be_left_
     run = load_run(tmp_path)
     simulated = comparison.simulate(run, load(PROFILE))
     for row in comparison.errors(run, simulated):
-        for name in ("error_of_mean", "median_error", "p90_error", "p99_error", "mean_error"):
+        for name in ("error_of_mean", "median_error", "p90_error", "p99_error"):
             assert abs(row[name]) == pytest.approx(0.2, rel=1e-5)
         assert row["error_of_mean"] < 0
     simulated["ttft_s"][:5] *= 2
