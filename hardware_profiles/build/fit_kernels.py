@@ -42,9 +42,10 @@ from servegym._files import read_json, write_text
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.published import (
-    MODEL_FOLDERS,
     REFERENCE_BANDWIDTH,
     REFERENCE_KERNELS,
+    RTXPRO6000_EXPERTS,
+    RTXPRO6000_KERNELS,
 )
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
 from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables, read_ops
@@ -53,9 +54,8 @@ from servegym.hardware_profiles.law import LawTables
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import VALUE_BYTES
 
-# The card with kernels of two models, one of them a mixture of experts.
+# The card with kernels of a whole model of its own.
 CARD = "rtxpro6000"
-_LLAMA, _QWEN = (MODEL_FOLDERS[CARD, model] for model in ("llama-3.1-8b", "qwen3-30b-a3b"))
 _QWEN_BANDWIDTH = CARDS[CARD]["memory_bandwidth_bytes_per_s"]
 # Cards that ship as kernel tables alone. Memory as nvidia-smi reports it; bandwidth, peak in 16
 # bits without sparsity and processors as in NVIDIA's data sheets of H200 and HGX B200.
@@ -528,7 +528,7 @@ def _links(comm: Path, name: str) -> dict[str, Any]:
 
 def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
     """Elementwise ops on a card of this memory bandwidth."""
-    here, qwen = data / REFERENCE_KERNELS, data / _QWEN
+    here, qwen = data / REFERENCE_KERNELS, data / RTXPRO6000_EXPERTS
     dense = read_ops(here / "dense.csv", "tokens")
     timed = {op: (dense[op], size, REFERENCE_BANDWIDTH) for op, size in _ELEMENTWISE.items()}
     sampler = read_ops(here / "per_sequence.csv", "sequences")["sampler"]
@@ -754,7 +754,7 @@ def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
 
     That loop finds a part of the keys and values in the L2 cache, which is large on this card.
     """
-    kernels = KernelTables(data / _LLAMA, 1).tables
+    kernels = KernelTables(data / RTXPRO6000_KERNELS, 1).tables
     tables = content["decode_attention"]
     scale = decode_ratio(tables["128"], kernels)
     return content | {

@@ -23,7 +23,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym._files import write_json
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.published import MODEL_FOLDERS
+from servegym.hardware_profiles.build.published import RTXPRO6000_EXPERTS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import (
     as_integers,
@@ -37,7 +37,6 @@ from servegym.hardware_profiles.interpolation import along
 FORMAT = "servegym-moe-layer/1"
 L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
 ROUTING = {"a100-80g": "power_law_1.01"}
-PROFILED_KERNELS = MODEL_FOLDERS["rtxpro6000", "qwen3-30b-a3b"]
 _DEVICE_FACTS = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "tensor_flop_per_s")
 
 
@@ -198,7 +197,7 @@ def fit_layer(card: str, model: str, data: Path) -> dict[str, Any]:
         "provenance": _provenance(card, routing, raised, derived),
     }
     if (card, model) == ("rtxpro6000", "qwen3-30b-a3b"):
-        error |= _against_profiler(data / PROFILED_KERNELS / "moe.csv", result)
+        error |= _against_profiler(data / RTXPRO6000_EXPERTS / "moe.csv", result)
     return result
 
 
