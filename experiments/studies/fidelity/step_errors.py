@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.hardware_profiles import Profile, list_profiles, load
@@ -175,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)
