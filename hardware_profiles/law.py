@@ -164,7 +164,7 @@ class Profile:
         device: device facts (``memory_bytes``, ``usable_memory_fraction``, ...).
         model: model facts (``layers``, ``kv_heads``, ``weight_bytes``, ...).
         engine: engine facts (``activation_reserve_bytes``, ...).
-        kv_bytes_per_token: bytes that one token takes in KV memory, 0 where nobody knows.
+        kv_bytes_per_token: bytes that one token takes in KV memory.
         kv_capacity_tokens: tokens that fit in the KV memory, whole blocks of 16.
         estimator: linear estimate of the law.
         domain: largest batch, iteration and context that the data behind the law cover.
@@ -209,7 +209,7 @@ class Profile:
         fields["estimator"] = Estimator(**{k: float(v) for k, v in fields["estimator"].items()})
         at = f"{where}: field 'device.memory_bytes'"
         tokens = kv_capacity_tokens(fields["device"], fields["model"], fields["engine"], at)
-        kv_bytes = int(fields["model"].get("kv_bytes_per_token", 0))
+        kv_bytes = int(fields["model"]["kv_bytes_per_token"])
         return cls(**fields, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
 
     def to_dict(self) -> dict[str, Any]:
