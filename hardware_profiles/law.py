@@ -164,7 +164,6 @@ class Profile:
         device: device facts (``memory_bytes``, ``usable_memory_fraction``, ...).
         model: model facts (``layers``, ``kv_heads``, ``weight_bytes``, ...).
         engine: engine facts (``activation_reserve_bytes``, ...).
-        kv_bytes_per_token: bytes that one token takes in KV memory.
         kv_capacity_tokens: tokens that fit in the KV memory, whole blocks of 16.
         estimator: linear estimate of the law.
         domain: largest batch, iteration and context that the data behind the law cover.
@@ -183,7 +182,6 @@ class Profile:
     device: dict[str, Any]
     model: dict[str, Any]
     engine: dict[str, Any]
-    kv_bytes_per_token: int
     kv_capacity_tokens: int
     estimator: Estimator
     domain: dict[str, Any]
@@ -209,8 +207,7 @@ class Profile:
         fields["estimator"] = Estimator(**{k: float(v) for k, v in fields["estimator"].items()})
         at = f"{where}: field 'device.memory_bytes'"
         tokens = kv_capacity_tokens(fields["device"], fields["model"], fields["engine"], at)
-        kv_bytes = int(fields["model"]["kv_bytes_per_token"])
-        return cls(**fields, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
+        return cls(**fields, kv_capacity_tokens=tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object; ``Profile.from_dict(p.to_dict())`` is the same profile."""
@@ -236,6 +233,11 @@ class Profile:
     def _tables(self) -> LawTables:
         tables = law_tables(self.law)
         return fold_host(tables, self.host) if self.host else tables
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in KV memory."""
+        return int(self.model["kv_bytes_per_token"])
 
     @property
     def plans_ahead(self) -> bool:
@@ -277,11 +279,9 @@ class Profile:
             )
         check_model(Fields(model, where, "model"))
         facts = copy_json(dict(model))
-        kv_bytes = int(facts["kv_bytes_per_token"])
-        tokens = kv_capacity_tokens(
-            self.device, facts, self.engine, f"{where}: field 'weight_bytes'"
-        )
-        return replace(self, model=facts, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
+        at = f"{where}: field 'weight_bytes'"
+        tokens = kv_capacity_tokens(self.device, facts, self.engine, at)
+        return replace(self, model=facts, kv_capacity_tokens=tokens)
 
     # -- a clear, slow evaluation of the law ------------------------------------------------
 
