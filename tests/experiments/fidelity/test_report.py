@@ -25,36 +25,28 @@ def made_up_run(folder, factor=1.0, count=40):
     rng = np.random.default_rng(0)
     arrival = np.cumsum(rng.exponential(0.1, count))
     prompt, output = rng.integers(10, 900, count), rng.integers(2, 200, count)
-    engine = {
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 512,
-        "kv_tokens": 8000,
-        "block_size": 16,
-        "prefix_caching": True,
-        "async_scheduling": False,
-    }
+    cache, kwargs = {"block_size": 16}, {"max_num_seqs": 16, "max_num_batched_tokens": 512}
+    engine = {**kwargs, **cache, "kv_tokens": 8000}
+    engine |= {"prefix_caching": True, "async_scheduling": False}
     run = MeasuredRun("made-up", arrival, prompt, output, arrival, arrival, arrival, engine)
     replay = comparison.simulate(run, load(PROFILE))
     folder.mkdir(exist_ok=True)
-    rows = []
-    for j in range(count):
-        first = arrival[j] + factor * replay["ttft_s"][j]
-        rows.append(
-            {
-                "input_toks": int(prompt[j]),
-                "output_toks": int(output[j]),
-                "arrival_time": CLOCK + float(arrival[j]),
-                "queued_ts": float(arrival[j]),
-                "first_token_ts": float(first),
-                "last_token_ts": float(arrival[j] + factor * replay["e2e_s"][j]),
-            }
-        )
-    (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {
+        "input_toks": prompt,
+        "output_toks": output,
+        "arrival_time": CLOCK + arrival,
+        "queued_ts": arrival,
+        "first_token_ts": arrival + factor * replay["ttft_s"],
+        "last_token_ts": arrival + factor * replay["e2e_s"],
+    }
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
+    (folder / "requests.jsonl").write_text("\n".join(lines) + "\n")
     meta = {
         "model": "someone/Llama-3.1-8B",
         "started_at": "2023-11-14T22:13:20Z",  # 1.7e9
-        "engine_kwargs": {"max_num_seqs": 16, "max_num_batched_tokens": 512},
-        "kv_cache": {"num_kv_tokens": 8000, "block_size": 16, "enable_prefix_caching": True},
+        "engine_kwargs": kwargs,
+        "kv_cache": {"num_kv_tokens": 8000, "enable_prefix_caching": True, **cache},
         "hardware": {"device_name": "NVIDIA GeForce RTX 4090"},
     }
     (folder / "meta.json").write_text(json.dumps(meta))
