@@ -6,15 +6,9 @@ One iteration of the whole model is composed, layer by layer, as
     + feed-forward or router and experts + 2 all-reduces)
     + final norm + lm_head + sampler
 
-from the card's kernel tables (:mod:`servegym.hardware_profiles.kernels`) and the model's shape
-(:mod:`servegym.hardware_profiles.model_config`). With ``tp`` cards every product is split by heads,
-features or rows of the head; the KV heads are replicated where there are fewer than cards. With
-``dp`` replicas that share the experts of a mixture (expert parallelism over ``tp x dp`` cards)
-every replica has its own attention and its part of the requests; all run every iteration together,
-as each layer's experts wait for the tokens of all. The profile stands for the whole group: its
-memory is that of all cards, its iteration that of all replicas.
-
-To the kernels' time comes the host's share of the engine (:func:`engine_host`).
+With ``tp`` cards every product is split by heads, features or rows of the head; KV heads are
+replicated where there are fewer than cards. ``dp`` replicas have their own attention and requests
+and share the experts; all run every iteration together. The profile stands for the whole group.
 """
 
 from __future__ import annotations
@@ -25,7 +19,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,14 +27,15 @@ from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host, parse_engine, plans_ahead, version_numbers
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
-from servegym.hardware_profiles.load import list_profiles, load, unknown_name
+from servegym.hardware_profiles.load import list_profiles, load
 from servegym.hardware_profiles.model_config import (
     VALUE_BYTES,
     ModelShape,
     list_models,
     model_shape,
 )
-from servegym.hardware_profiles.schema import MIXED_TABLE, TABLE_AXES, kv_capacity_tokens
+from servegym.hardware_profiles.schema import MIXED_TABLE, TABLE_AXES, Z80, kv_capacity_tokens
+from servegym.hardware_profiles.show import show
 
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4")
 USABLE_MEMORY = 0.9
@@ -54,29 +48,27 @@ _QUERY_TILE = 128
 
 # What vLLM sets aside was recorded once, for Llama-3.1-8B on one RTX 4090: 1.237e9 bytes. The
 # parts that depend on the model are activations of 2,048 tokens and 256 rows of logits.
-_RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
+RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
 # Rows that an expert has at least where its kernel aligns them.
 _PADDED_ROWS, _NO_PADDING = 128, (0, 14)
 # An engine that a user may have who does not tell which: it plans an iteration when it starts.
 _WAITING = "0.13"
 
 # The logarithm of measured over composed steps by kind (with prefill chunks, decodes alone), class
-# and place (`interval_places`): its middle, and the deviation that 80 % intervals have, such that
-# they hold 80 % of the rows left out (table `intervals` of experiments/results/fidelity); and the
-# models that were seen there. Another model's interval is wider by `OTHER_MODEL_SD`.
+# and place: its middle, and the deviation that 80 % intervals have, such that they hold 80 % of the
+# rows left out (table `intervals` of experiments/results/fidelity); and the models that were seen
+# there. Another model's interval is wider by `OTHER_MODEL_SD`.
 STEP_ERROR: dict[str, dict[str, dict[str, Any]]] = constant("step_error")
 OTHER_MODEL_SD: float = constant("other_model_sd")
-EVERYWHERE = "everywhere"
-# An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean.
-Z80 = 1.2816
+_EVERYWHERE = "everywhere"
 
 _CONTEXTS = (0, *(2**n for n in range(4, 18)))
 _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (32768, 65536, 131072)
 _TOLERANCE = 0.003
-# How many times a measured link may be faster or slower than all that are known.
-_LINK_BEYOND = 20.0
+# What an all-reduce of 2**20 bytes may take: the links that are known take 8 to 580.
+_LINK_US = (1.0, 10_000.0)
 # Fewer output features take no less time.
 _NARROWEST_PRODUCT = 32
 # Longer iterations are left to the last slope of the table.
@@ -361,8 +353,8 @@ class Composer:
         # A chunk never makes the decodes faster.
         return max(beside, self.decode_attention_s(sequences, context))
 
-    def surplus(self, sequences: Sequence[float] = _DECODES) -> dict[str, Any]:
-        """What the law adds in mixed iterations and for unequal contexts, at its decodes.
+    def surplus(self) -> dict[str, Any]:
+        """What the law adds in mixed iterations and for unequal contexts, at `_DECODES`.
 
         No fields where the card runs decodes in a kernel of their own.
         """
@@ -372,14 +364,11 @@ class Composer:
         processors = self.kernels.data["device"]["multiprocessors"]
         full = s.layers - (s.windowed_layers if self.window is not None else 0)
         token_s = full * mixed.token_s(self._pair_s, processors)
-        blocks = np.array(sequences) / self.dp * self.kv_heads / processors
-        decode = token_s * np.interp(blocks, mixed.longest_blocks, mixed.longest)
+        blocks = np.array(_DECODES) / self.dp * self.kv_heads / processors
         return {
-            "mixed_chunk_s": float(
-                f"{s.layers * mixed.chunk_s(self.heads, processors) / self.dp:.6g}"
-            ),
-            "longest_decode_s": [float(f"{v:.6g}") for v in decode],
-            "longest_mixed_s": [float(f"{mixed.longest_mixed * token_s:.6g}")] * len(sequences),
+            "mixed_chunk_s": s.layers * mixed.chunk_s(self.heads, processors) / self.dp,
+            "longest_decode_s": token_s * np.interp(blocks, mixed.longest_blocks, mixed.longest),
+            "longest_mixed_s": np.full(len(_DECODES), mixed.longest_mixed * token_s),
         }
 
     # -- memory ---------------------------------------------------------------------------------
@@ -422,39 +411,31 @@ def activation_reserve_bytes(shape: ModelShape, tp: int) -> int:
         return 2 * _RESERVE_TOKENS * 3 * (hidden + features) + 10 * _RESERVE_LOGITS * vocabulary
 
     features = shape.intermediate * max(shape.top_k, 1) / tp
-    fixed = _RECORDED_RESERVE - parts(4096, 14336, 128256)
+    fixed = RECORDED_RESERVE - parts(4096, 14336, 128256)
     return round(tp * (fixed + parts(shape.hidden, features, shape.vocabulary)))
 
 
-def _fits(composer: Composer) -> bool:
-    device, model, reserve = composer.memory()
+def _fits(c: Composer, tp: int) -> bool:
+    """Whether a KV block has room beside the weights with ``tp`` cards a replica."""
     try:
+        wider = replace(c, tp=tp, ep=tp * c.dp if c.ep > 1 else 1)
+        device, model, reserve = wider.memory()
         kv_capacity_tokens(device, model, {"activation_reserve_bytes": reserve}, "")
     except ValueError:
         return False
     return True
 
 
-def _check_memory(composer: Composer) -> None:
+def _check_memory(c: Composer) -> None:
     """Refuse weights that leave no KV block, naming the smallest number of cards that does."""
-    if _fits(composer):
+    k, s = c.kernels, c.shape
+    least = next((tp for tp in k.tensor_parallel if tp >= c.tp and _fits(c, tp)), None)
+    if least == c.tp:
         return
-    k, s = composer.kernels, composer.shape
-    wider = []
-    for tp in k.tensor_parallel:
-        if tp > composer.tp:
-            try:
-                ep = tp * composer.dp if composer.ep > 1 else 1
-                other = replace(composer, tp=tp, ep=ep)
-            except ValueError:
-                continue
-            if _fits(other):
-                wider.append(tp)
-    hint = f"the smallest that fits is --tp {wider[0]}" if wider else "no timed tp fits"
+    hint = f"the smallest that fits is --tp {least}" if least else "no timed tp fits"
     raise ValueError(
-        f"tp: got {composer.tp}; the weights of {s.name} "
-        f"({s.weight_bytes(composer.dtype) / 1e9:.1f} GB in {composer.dtype}) leave no room for KV "
-        f"memory on {k.card}; {hint}"
+        f"tp: got {c.tp}; the weights of {s.name} ({s.weight_bytes(c.dtype) / 1e9:.1f} GB in "
+        f"{c.dtype}) leave no room for KV memory on {k.card}; {hint}"
     )
 
 
@@ -485,88 +466,50 @@ def _tables(c: Composer) -> dict[str, Any]:
     return tabulate(law, _TOLERANCE)
 
 
+def _link_note(k: CardKernels) -> str:
+    if isinstance(k.link, float):
+        return f"link: {k.link:g} us an all-reduce of 2**20 bytes"
+    link = k.link or k.links[0]
+    usual = "" if k.link else " (the card's default)"
+    return f"link: {link}, {k.data['links'][link]['host']}{usual}"
+
+
 def _notes(c: Composer) -> list[str]:
+    """What of the choice rests on an assumption, for ``provenance``."""
     s, k = c.shape, c.kernels
-    engine = (
+    untold = (
         f"engine: not told; that of the kernels' version {k.data['engine']['version']}, earlier "
         "ones in the interval (--engine vllm@VERSION)"
-        if k.version is None
-        else "engine: as told"
     )
-    notes = [
-        engine,
-        f"activation_reserve_bytes: vLLM's for Llama-3.1-8B on one RTX 4090 "
-        f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
-        f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
-        "chunks after earlier context: increment of the RTX 4090, scaled by the rate of long "
-        f"prompts and the waves of query blocks; prompts beyond {c._longest:g} tokens by "
-        "(query, key) pairs at the rate of the longest timed ones (error: "
-        "prompt_attention_*_12k_and_16k_from_8k)",
-    ]
-    if c.mixed is not None:
-        notes.append(
-            "decodes beside chunks and unequal contexts: a law of the kernel that runs both, of "
-            "the RTX 4090 and RTX PRO 6000 (errors: mixed_attention_*)"
-        )
-    else:
-        notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")
-    if c.tp * c.dp > 1:
-        link = k.links[0] if k.link is None else k.link
-        message = (
-            f"{link:g} us an all-reduce of 2**20 bytes"
-            if isinstance(link, float)
-            else (f"{link}, {k.data['links'][link]['host']}")
-        )
-        notes.append(
-            f"link: {message}" + (" (the card's default)" if k.link is None else "")
-            + "; two all-reduces a layer and one after the embedding; the gather of the logits is "
-            "derived, half an all-reduce of their bytes"
-        )  # fmt: skip
-    if c.dp > 1:
-        notes.append(
-            f"{c.dp} replicas with equal shares of the decodes, in step; a prompt's chunk is of "
-            "one of them and all wait for it; one all-reduce of all tokens a layer for the experts"
-        )
-    if c.dtype == "fp8_block":
-        notes.append(
-            "fp8_block: products with a scale a block as SGLang and TensorRT-LLM timed them, as "
-            "vLLM's own timing is bound by launches; quantising is a launch of its own"
-        )
-    elif c.dtype != "bf16":
-        notes.append(
-            f"{c.dtype}: products and experts as timed in this format; head, router and attention "
-            "in 16 bits; quantising the activations is counted where they exceed the L2 cache"
-        )
-    if c.padded:
-        notes.append(f"experts: every one takes {_PADDED_ROWS} rows at least, as DeepGEMM aligns")
-    if c.ep > 1:
-        notes.append("experts spread over the cards: those of the busiest card as timed")
-    if s.latent:
-        notes.append(
-            "latent attention: timed with its products, which mixed iterations read twice; chunks "
-            "after earlier context by (query, key) pairs; no multi-token prediction"
-        )
-    if k.kv_dtype != "bf16":
-        mixed = "; beside chunks by the law of 16 bits with half the bytes" if c.mixed else ""
-        notes.append(
-            f"KV cache in {k.kv_dtype}: attention as timed{mixed}; its scales are not counted"
-        )
-    if s.window is not None:
-        rule = "as timed" if c.window else "composed as full attention, an upper bound"
-        notes.append(
-            f"sliding window of {s.window} tokens in {s.windowed_layers} of {s.layers} layers: "
-            f"{rule}; KV memory is counted without it"
-        )
-    if c.moe_source != c.moe_wanted:
-        notes.append(
-            f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source} and others"
-        )
-    notes += [
+    window = "as timed" if c.window else "composed as full attention, an upper bound"
+    narrow = c.dtype in ("fp8", "nvfp4")
+    notes = {
+        untold: k.version is None,
+        "engine: as told": k.version is not None,
+        "decodes beside chunks take the time of decodes alone; contexts taken equal": not c.mixed,
+        _link_note(k): c.tp * c.dp > 1,
+        f"{c.dp} replicas with equal shares of the decodes, in step; a prompt's chunk is of one "
+        "of them and all wait for it": c.dp > 1,
+        "fp8_block: products as SGLang and TensorRT-LLM timed them; quantising is a launch of its "
+        "own": c.dtype == "fp8_block",
+        f"{c.dtype}: products and experts as timed in this format; head, router and attention in "
+        "16 bits; quantising is counted where activations exceed the L2 cache": narrow,
+        f"experts: every one takes {_PADDED_ROWS} rows at least, as DeepGEMM aligns": c.padded,
+        "experts spread over the cards: those of the busiest card as timed": c.ep > 1,
+        "latent attention: timed with its products, which mixed iterations read twice; no "
+        "multi-token prediction": s.latent,
+        f"KV cache in {k.kv_dtype}: its scales are not counted": k.kv_dtype != "bf16",
+        f"sliding window of {s.window} tokens in {s.windowed_layers} of {s.layers} layers: "
+        f"{window}; KV memory is counted without it": s.window is not None,
+        f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source} and others": (
+            c.moe_source != c.moe_wanted
+        ),
+    }
+    return [note for note, holds in notes.items() if holds] + [
         f"{what}: {factor:.3g} times beyond the last timed size"
         for what, factor in sorted(k.extrapolated.items())
         if not what.endswith("shape")
     ]
-    return notes
 
 
 def compose(
@@ -608,15 +551,14 @@ def compose(
     """
     from servegym.hardware_profiles.calibrate.fitting import estimated
 
-    if dtype not in DTYPES:
-        raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))
-    for option, value in (("tp", tp), ("dp", dp)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{option}: got {value!r}; must be a whole number >= 1")
     tables = load_kernels(card)
     told = parse_engine(engine) if engine else None
-    tables = replace(tables, kv_dtype=kv_dtype, link=_checked_link(link, tables, tp * dp))
-    tables = replace(tables, version=version_numbers(told[1]) if told else None)
+    tables = replace(
+        tables,
+        kv_dtype=kv_dtype,
+        link=_checked_link(link, tables, tp * dp),
+        version=version_numbers(told[1]) if told else None,
+    )
     if kv_dtype not in tables.kv_dtypes:
         formats = ", ".join(tables.kv_dtypes)
         raise ValueError(f"kv_dtype: got {kv_dtype!r}; {tables.card} was timed with {formats}")
@@ -704,38 +646,22 @@ def _checked_link(link: str | float | None, tables: CardKernels, cards: int) -> 
         measured = float(link)
     except (TypeError, ValueError):
         measured = math.nan
-    if not math.isfinite(measured) or isinstance(link, bool):
+    least, most = _LINK_US
+    if not least <= measured <= most:
         raise ValueError(
             f"link: got {link!r}; must be one of {tables.card}'s ({names}), or the microseconds of "
-            "an all-reduce of 2**20 bytes (servegym measure link)"
+            f"an all-reduce of 2**20 bytes (servegym measure link), {least:g} to {most:g}"
         )
-    if cards in tables.tensor_parallel:
-        known = [1e6 * replace(tables, link=name).all_reduce_s(2.0**20, cards)
-                 for name in tables.links]  # fmt: skip
-        least, most = min(known) / _LINK_BEYOND, max(known) * _LINK_BEYOND
-        if not least <= measured <= most:
-            raise ValueError(
-                f"link: got {link!r}; must be from {least:.3g} to {most:.3g} microseconds for an "
-                f"all-reduce of 2**20 bytes over {cards} {tables.card} (servegym measure link)"
-            )
     return measured
 
 
-def step_class(kind: str, shape: ModelShape, dtype: str) -> str:
+def _step_class(kind: str, shape: ModelShape, dtype: str) -> str:
     """The class in :data:`STEP_ERROR` of a model's steps with prefill chunks, or of decodes."""
     if shape.experts and "mxfp4" in (dtype, shape.expert_dtype):
         return "mxfp4 experts"
     if kind == "prefill" and dtype != "bf16":
         return "8 bits"
     return "experts" if shape.experts else "dense"
-
-
-def interval_places(card: str, engine: str, tp: int) -> tuple[str, ...]:
-    """Places of :data:`STEP_ERROR`, the nearest first.
-
-    ``engine`` is ``"ahead"`` or ``"waiting"``: whether it plans an iteration while another runs.
-    """
-    return f"{card} {engine} tp {tp}", f"{card} {engine}", EVERYWHERE
 
 
 def _step_error(c: Composer, engines: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -745,15 +671,15 @@ def _step_error(c: Composer, engines: Sequence[tuple[str, str]]) -> dict[str, An
     """
     k, s = c.kernels, c.shape
     engine = "ahead" if plans_ahead(*engines[0]) else "waiting"
+    places = (f"{k.card} {engine} tp {c.tp}", f"{k.card} {engine}", _EVERYWHERE)  # nearest first
     causes, result = [], {}
     for kind, classes in STEP_ERROR.items():
-        name = step_class(kind, s, c.dtype)
-        places = interval_places(k.card, engine, c.tp)
+        name = _step_class(kind, s, c.dtype)
         place = next(one for one in places if one in classes[name])
         seen = classes[name][place]
         causes.append(f"{kind} of {name}, {place}")
         parts = [seen["sd"]]
-        if place != EVERYWHERE and s.name not in seen["models"]:
+        if place != _EVERYWHERE and s.name not in seen["models"]:
             parts.append(OTHER_MODEL_SD)
             causes[-1] += " with other models"
         if c.moe_source != c.moe_wanted:
@@ -778,15 +704,12 @@ def _untold(c: Composer, kind: str, engines: Sequence[tuple[str, str]]) -> tuple
     links = [k.link] if k.link is not None or c.tp * c.dp == 1 else k.links
     steps = []
     for link, (name, version) in itertools.product(links, engines):
-        numbers = version_numbers(version) if len(engines) > 1 else k.version
-        at = replace(c, kernels=replace(k, link=link, version=numbers))
-        tokens, sequences = (2048, 1) if kind == "prefill" else (32, 32)
-        seconds = at.dense_s(tokens) + at.head_s(sequences)
-        seconds += (
-            at.chunk_attention_s(tokens, 0)
-            if kind == "prefill"
-            else at.decode_attention_s(sequences, 1024)
-        )
+        at = replace(c, kernels=replace(k, link=link, version=version_numbers(version)))
+        if kind == "prefill":
+            tokens, sequences, attention_s = 2048, 1, at.chunk_attention_s(2048, 0)
+        else:
+            tokens, sequences, attention_s = 32, 32, at.decode_attention_s(32, 1024)
+        seconds = at.dense_s(tokens) + at.head_s(sequences) + attention_s
         host = engine_host(name, version)
         steps.append(math.log(seconds + host["step_s"] + host["sequence_s"] * sequences))
     return min(steps) - steps[0], max(steps) - steps[0]
@@ -837,21 +760,11 @@ def main(arguments: Sequence[str]) -> int:
             s = model_shape(name)
             print(f"model {name}: {s.parameters / 1e9:.2f} B parameters, {s.architecture}")
         return 0
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
     profile = compose_chosen(options)
-    path = Path(options.out or f"{profile.name}.json")
+    path = options.out or f"{profile.name}.json"
     profile.save(path)
-    print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "
-          f"{profile.kv_bytes_per_token} B")  # fmt: skip
-    for b, x in ((1, 1024), (32, 1024), (8, 16384)):
-        print(f"decode of {b} x {x} tokens: {1e3 * profile.decode_s(b, b * x):.2f} ms")
-    for p in (512, 2048, 16384):
-        print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
-    for kind in ("prefill", "decode"):
-        error = profile.step_error[kind]
-        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-Z80, Z80))
-        print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
+    print(f"written to {path}")
+    show(profile)
     for note in profile.provenance["notes"]:
         if note.startswith(("link", "engine")) or "beyond" in note or "not timed" in note:
             print(f"note: {note}")

@@ -1,11 +1,8 @@
 """Latency laws: how long one iteration of a serving engine takes on one device.
 
-A :class:`Profile` is one (device, model, engine). Its law is either ``linear`` (the estimator form
-of the routing paper, Eq. 13 and 14, with a constant) or ``tabulated`` (times measured on a grid,
-interpolated linearly). Both are evaluated through the same :class:`LawTables`, so that a simulator
-needs one code path.
-
-All times are seconds, all sizes bytes, all lengths tokens.
+The law of a :class:`Profile` is ``linear`` (the estimator form of the routing paper, Eq. 13 and 14,
+with a constant) or ``tabulated`` (times measured on a grid, interpolated linearly); both are
+evaluated through the same :class:`LawTables`. All times are seconds, sizes bytes, lengths tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,7 +164,6 @@ class Profile:
         device: device facts (``memory_bytes``, ``usable_memory_fraction``, ...).
         model: model facts (``layers``, ``kv_heads``, ``weight_bytes``, ...).
         engine: engine facts (``activation_reserve_bytes``, ...).
-        kv_bytes_per_token: bytes that one token takes in KV memory, 0 where nobody knows.
         kv_capacity_tokens: tokens that fit in the KV memory, whole blocks of 16.
         estimator: linear estimate of the law.
         domain: largest batch, iteration and context that the data behind the law cover.
@@ -185,7 +182,6 @@ class Profile:
     device: dict[str, Any]
     model: dict[str, Any]
     engine: dict[str, Any]
-    kv_bytes_per_token: int
     kv_capacity_tokens: int
     estimator: Estimator
     domain: dict[str, Any]
@@ -195,7 +191,6 @@ class Profile:
     description: str = ""
     step_error: dict[str, Any] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)
-    _tables: LawTables | None = field(default=None, repr=False)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "<profile>") -> Profile:
@@ -212,26 +207,19 @@ class Profile:
         fields["estimator"] = Estimator(**{k: float(v) for k, v in fields["estimator"].items()})
         at = f"{where}: field 'device.memory_bytes'"
         tokens = kv_capacity_tokens(fields["device"], fields["model"], fields["engine"], at)
-        kv_bytes = int(fields["model"].get("kv_bytes_per_token", 0))
-        return cls(**fields, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
+        return cls(**fields, kv_capacity_tokens=tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object; ``Profile.from_dict(p.to_dict())`` is the same profile."""
         facts = ("name", "description", "kind", "device", "model", "engine", "law")
         parts = {key: getattr(self, key) for key in (*facts, "estimator", "domain", "fit_error")}
-        estimator = asdict(self.estimator)
-        parts["estimator"] = {
-            key: estimator[key] for key in estimator if key in ESTIMATOR_FIELDS or estimator[key]
-        }
+        estimator = asdict(self.estimator).items()
+        parts["estimator"] = {k: v for k, v in estimator if k in ESTIMATOR_FIELDS or v}
         stated = {key: getattr(self, key) for key in ("step_error", "host") if getattr(self, key)}
         return copy_json({"format": FORMAT, **parts, **stated, "provenance": self.provenance})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile's JSON file in one move.
-
-        Args:
-            path: the file to write.
-        """
+        """Write the profile's JSON file in one move."""
         write_json(path, self.to_dict())
 
     def tables(self) -> LawTables:
@@ -239,12 +227,17 @@ class Profile:
 
         They hold the host's share of an iteration where the profile gives one.
         """
-        if self._tables is None:
-            tables = law_tables(self.law)
-            folded = fold_host(tables, self.host) if self.host else tables
-            object.__setattr__(self, "_tables", folded)
-        assert self._tables is not None
         return self._tables
+
+    @cached_property
+    def _tables(self) -> LawTables:
+        tables = law_tables(self.law)
+        return fold_host(tables, self.host) if self.host else tables
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in KV memory."""
+        return int(self.model["kv_bytes_per_token"])
 
     @property
     def plans_ahead(self) -> bool:
@@ -265,7 +258,7 @@ class Profile:
         """
         if host:
             check_host(Fields(host, "<host>", "host"))
-        return replace(self, host=copy_json(dict(host)), _tables=None)
+        return replace(self, host=copy_json(dict(host)))
 
     def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
         """Return this profile holding another model's weights and KV cache.
@@ -286,11 +279,9 @@ class Profile:
             )
         check_model(Fields(model, where, "model"))
         facts = copy_json(dict(model))
-        kv_bytes = int(facts["kv_bytes_per_token"])
-        tokens = kv_capacity_tokens(
-            self.device, facts, self.engine, f"{where}: field 'weight_bytes'"
-        )
-        return replace(self, model=facts, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
+        at = f"{where}: field 'weight_bytes'"
+        tokens = kv_capacity_tokens(self.device, facts, self.engine, at)
+        return replace(self, model=facts, kv_capacity_tokens=tokens)
 
     # -- a clear, slow evaluation of the law ------------------------------------------------
 
@@ -306,11 +297,9 @@ class Profile:
 
     def decode_attention_s(self, sequences: float, mean_context: float) -> float:
         """Seconds of the attention of ``sequences`` decodes of ``mean_context`` tokens each."""
-        return self._decode_attention_s(self.tables().decode_attention_s, sequences, mean_context)
-
-    def _decode_attention_s(self, table: np.ndarray, sequences: float, context: float) -> float:
         t = self.tables()
-        return bilinear(t.decode_sequences, t.decode_context_tokens, table, sequences, context)
+        axes = t.decode_sequences, t.decode_context_tokens
+        return bilinear(*axes, t.decode_attention_s, sequences, mean_context)
 
     def head_s(self, sequences: float) -> float:
         """Seconds of the language-model head and sampler for ``sequences``."""
@@ -343,13 +332,8 @@ class Profile:
                 tokens of the same request computed before.
             sequences: decoding sequences ``b``, one token each.
             context_tokens: ``T``, tokens in KV memory summed over the decodes.
-
-        Raises:
-            ValueError: if there is nothing to do.
         """
         parts = list(chunks)
-        if not parts and sequences < 1:
-            raise ValueError("step_s needs at least one chunk or one decoding sequence")
         total = self.dense_s(sum(chunk for chunk, _ in parts) + sequences)
         total += sum(self.chunk_attention_s(chunk, context) for chunk, context in parts)
         if sequences >= 1:
@@ -357,14 +341,10 @@ class Profile:
         return total + self.head_s(sequences + len(parts))
 
     def mixed_decode_attention_s(self) -> np.ndarray:
-        """The decodes' attention in an iteration that also prefills.
+        """``(G5, G4)`` seconds of the decodes' attention in an iteration that also prefills.
 
         There the decodes run in the prefill kernel, without splitting their contexts over the
-        multiprocessors, and take longer than in an iteration of decodes alone.
-
-        Returns:
-            ``(G5, G4)`` seconds on the axes ``decode_sequences`` and ``decode_context_tokens`` of
-            :meth:`tables`, read-only; the decode table itself where nothing else was measured.
+        multiprocessors. Read-only; the decode table itself where nothing else was measured.
         """
         if MIXED_TABLE not in self.law:
             return self.tables().decode_attention_s
@@ -373,21 +353,15 @@ class Profile:
         return table
 
     def surplus(self, sequences: Any) -> Surplus:
-        """What the law adds in mixed iterations and for unequal contexts.
-
-        Args:
-            sequences: ``(B,)`` numbers of decodes.
-
-        Returns:
-            The times, with a value for each of ``sequences``.
-        """
+        """What the law adds in mixed iterations and for unequal contexts, at ``(B,)`` decodes."""
         at = np.asarray(sequences, dtype=np.float64)
-        result = []
-        for key in LONGEST:
-            present = key in self.law
-            grid = np.array(self.law["decode_sequences"] if present else [0.0])
-            result.append(np.interp(at, grid, self.law.get(key, [0.0])))
-        return Surplus(float(self.law.get(MIXED_CHUNK, 0.0)), *result)
+        longest = [
+            np.interp(at, self.law["decode_sequences"], self.law[key])
+            if key in self.law
+            else np.zeros_like(at)
+            for key in LONGEST
+        ]
+        return Surplus(float(self.law.get(MIXED_CHUNK, 0.0)), *longest)
 
     def mixed_step_s(
         self, chunks: Iterable[tuple[float, float]], sequences: float, context_tokens: float
@@ -398,16 +372,11 @@ class Profile:
             chunks: ``(tokens, context)`` of every prefill chunk; at least one.
             sequences: decoding sequences ``b``, at least one.
             context_tokens: ``T``, tokens in KV memory summed over the decodes, all as long.
-
-        Raises:
-            ValueError: if there is no chunk or no decode.
         """
-        parts = list(chunks)
-        if not parts or sequences < 1:
-            raise ValueError("mixed_step_s needs at least one chunk and one decoding sequence")
-        mean = context_tokens / sequences
+        parts, t, mean = list(chunks), self.tables(), context_tokens / sequences
         alone = self.decode_attention_s(sequences, mean)
-        mixed = self._decode_attention_s(self.mixed_decode_attention_s(), sequences, mean)
+        axes = t.decode_sequences, t.decode_context_tokens
+        mixed = bilinear(*axes, self.mixed_decode_attention_s(), sequences, mean)
         longest = max(chunk for chunk, _ in parts)
         mixed += self.surplus(sequences).chunk_s * sequences * longest
         return self.step_s(parts, sequences, context_tokens) - alone + mixed
@@ -440,32 +409,3 @@ class Profile:
 
 # Names of the profiles that have warned; each warns once a process.
 WARNED_PROFILES: set[str] = set()
-
-
-def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The error to show with a profile's name.
-
-    Args:
-        fit_error: the profile's, by what was judged.
-
-    Returns:
-        The key in ``fit_error`` and the spread (points, median, p90, max) of the whole iterations
-        that the law predicts worst by its 90th percentile; iterations that mix prefill and
-        decodes aside. Where no whole iteration was judged, the worst of all entries; None where
-        there is none.
-    """
-    entries = {
-        key: value
-        for key, value in fit_error.items()
-        if isinstance(value, Mapping) and "p90" in value
-    }
-    whole = {
-        key: value
-        for key, value in entries.items()
-        if "_iteration" in key and not key.startswith("mixed")
-    }
-    result = whole or entries
-    if not result:
-        return None
-    key = max(result, key=lambda name: result[name]["p90"])
-    return key, copy_json(result[key])

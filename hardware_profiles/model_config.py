@@ -75,8 +75,6 @@ _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_confi
 _ABOUT = ("_name_or_path", "model_type", "transformers_version", *_DTYPES)
 # Sizes under older names, which would be taken for missing.
 _OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
-# Where null is the number of attention heads; the others' classes take no null.
-_KV_MAY_BE_NULL = ("LlamaForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Where all layers have the window, and where ``layer_types`` tells of each.
 _ALL_WINDOWED = (
     "MistralForCausalLM",
@@ -324,14 +322,8 @@ def _with_defaults(top: Fields, kind: str) -> Fields:
     if kind not in _DEFAULTS:  # nothing is left out of their configs
         return top
     defaults = {k: v for k, v in zip(_FIELDS, _DEFAULTS[kind], strict=False) if v is not None}
-    key = "num_key_value_heads"
-    if key in config and config[key] is None:
-        default = defaults.pop(key, None)
-        if default is not None and kind not in _KV_MAY_BE_NULL:
-            message = f"leave it out for {default}, the default of {kind}, or write the number"
-            raise top.error(
-                key, f"got null, which not all versions of transformers take; {message}"
-            )
+    if config.get("num_key_value_heads", 0) is None:
+        defaults.pop("num_key_value_heads", None)  # as many as attention heads
     # A window of null is none; of every other field null is the default.
     stated = {k: v for k, v in config.items() if v is not None or k == "sliding_window"}
     if "num_experts" in stated and "num_local_experts" in defaults:  # two names for one field
@@ -420,11 +412,10 @@ def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
     kinds = top.data.get("layer_types")
     allowed = ("sliding_attention", "full_attention")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers:
-            raise top.error("layer_types", f"must be a list of {layers} names")
-        for one in kinds:
-            if one not in allowed:
-                raise top.error("layer_types", f"got {one!r}; must be {' or '.join(allowed)}")
+        right = isinstance(kinds, list) and len(kinds) == layers
+        if not right or any(one not in allowed for one in kinds):
+            names = " or ".join(allowed)
+            raise top.error("layer_types", f"must be a list of {layers} names, {names}")
     # Qwen's configs name a window that the models do not use unless they say so.
     used = not kind.startswith("Qwen") or top.flag("use_sliding_window", False)
     windowed = 0
@@ -440,10 +431,7 @@ def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
             windowed = max(layers - full, 0)
     if kinds is not None and kind not in _WINDOW_BY_LAYER:
         if kinds.count("sliding_attention") != windowed:
-            raise top.error(
-                "layer_types",
-                f"names kinds of layers that {kind} does not have: it is alike in all",
-            )
+            raise top.error("layer_types", f"names layers that {kind} does not have")
     window = top.integer("sliding_window") if windowed else None
     if window is None or window >= top.integer("max_position_embeddings"):
         return None, 0
@@ -482,10 +470,8 @@ def _falcon(top: Fields, common: dict[str, Any]) -> ModelShape:
         ("bias", False),
     ):
         if top.flag(field, value) is not value:
-            message = (
-                "only the multi-query form with parallel attention and without biases is known"
-            )
-            raise top.error(field, f"got {not value}; {message}")
+            known = "the multi-query form with parallel attention and without biases"
+            raise top.error(field, f"got {not value}; only {known} is known")
     wide = "ffn_hidden_size" in top.data
     return ModelShape(
         **common,

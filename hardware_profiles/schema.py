@@ -20,6 +20,8 @@ from servegym._checks import LARGEST, flag, nearest, real, whole
 FORMAT = "servegym-hardware-profile/1"
 KINDS = ("measured", "fitted", "derived")
 BLOCK_SIZE = 16
+# An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean.
+Z80 = 1.2816
 # One iteration on one token never takes this long; a file that says so has its units wrong.
 MAX_PLAUSIBLE_S = 30.0
 # Attention of 131,072 tokens after as many, all layers of a large model, takes minutes.
@@ -183,27 +185,22 @@ _IN_SECONDS = " seconds (is it in milliseconds or microseconds?)"
 _SECONDS = partial(Fields.number, high=1.0, hint=_IN_SECONDS)
 _LINEAR_LAW = {"kind": Fields.text, **dict.fromkeys(LINEAR_FIELDS, _SECONDS)}
 _DEVICE = {
+    "name": Fields.text,
     "memory_bytes": partial(Fields.number, low=1e8, high=1e13, hint=" (bytes)"),
     "usable_memory_fraction": partial(Fields.number, high=1.0, strict=True),
 }
-_ENGINE = {"dtype": Fields.text, "activation_reserve_bytes": Fields.number}
+_ENGINE = dict.fromkeys(("name", "version", "dtype"), Fields.text)
+_ENGINE |= {"activation_reserve_bytes": Fields.number}
 _STEP_ERROR = {
     "bias": partial(Fields.number, low=-3.0, high=3.0),
     "sd": partial(Fields.number, high=2.0),
 }
 
 
-def check_model(fields: Fields, *, shape: bool = True) -> None:
-    """Check model facts; the KV bytes a token must be those of the shape.
-
-    Without ``shape`` the name is enough: KV memory is then given in tokens.
-    """
-    about = {"name": Fields.text}
-    if not shape and "kv_bytes_per_token" not in fields.data:
-        facts = dict.fromkeys(MODEL_FACTS, partial(Fields.number, low=1.0))
-        return fields.check(about, {**facts, "source": Fields.get})
+def check_model(fields: Fields) -> None:
+    """Check model facts; the KV bytes a token must be those of the shape."""
     facts = dict.fromkeys(MODEL_FACTS, Fields.integer)
-    fields.check(about | facts, {"parameters": facts.pop("parameters"), "source": Fields.get})
+    fields.check({"name": Fields.text, **facts}, {"source": Fields.get})
     sizes = ("layers", "kv_heads", "head_size", "bytes_per_value")
     kv, expected = fields.data["kv_bytes_per_token"], 2 * math.prod(fields.data[k] for k in sizes)
     if kv != expected:
@@ -311,29 +308,22 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         ValueError: naming ``where``, the field, what was given and what is allowed.
     """
     top = Fields(data, where)
-    # A server seen from outside: its KV memory is given in tokens, its shape is not known.
-    outside = "kv_capacity_tokens" in top.child("engine").data
-
-    def stated(facts: Checks, *names: str, **more: Check) -> Check:
-        always = dict.fromkeys(names, Fields.text)
-        must, may = (always, {**facts, **more}) if outside else ({**always, **facts}, more)
-        return lambda fields, key: fields.child(key).check(must, may, more=True)
 
     def child(check: Callable[[Fields], None]) -> Check:
         return lambda fields, key: check(fields.child(key))
 
     seconds, experts = (dict.fromkeys(k, _SECONDS) for k in (ESTIMATOR_FIELDS, _EXPERT_FIELDS))
     limits = dict.fromkeys(DOMAIN_LIMITS, Fields.integer)
-    capacity = partial(Fields.integer, low=BLOCK_SIZE)
+    capacity = {"kv_capacity_tokens": partial(Fields.integer, low=BLOCK_SIZE)}
     top.check(
         {
             "format": partial(Fields.text, allowed=(FORMAT,)),
             "name": Fields.text,
             "description": Fields.text,
             "kind": partial(Fields.text, allowed=KINDS),
-            "device": stated(_DEVICE, "name"),
-            "model": child(partial(check_model, shape=not outside)),
-            "engine": stated(_ENGINE, "name", "version", kv_capacity_tokens=capacity),
+            "device": child(lambda fields: fields.check(_DEVICE, {}, more=True)),
+            "model": child(check_model),
+            "engine": child(lambda fields: fields.check(_ENGINE, capacity, more=True)),
             "law": child(check_law),
             "estimator": child(lambda fields: fields.check(seconds, experts)),
             "domain": child(lambda fields: fields.check(limits, {})),

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
-from servegym.hardware_profiles.law import headline_error
+from servegym.hardware_profiles import Profile, list_moe_layers, list_profiles, load, load_moe
+from servegym.hardware_profiles.schema import STEP_KINDS, Z80
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("name", nargs="?", help=text)
     name = parser.parse_args(argv).name
     if name is not None:
-        _show(load(name))
+        show(load(name))
         return
     profiles: list[Any] = [load(name) for name in list_profiles()]
     profiles += [load_moe(name) for name in list_moe_layers()]
@@ -31,36 +31,40 @@ def main(argv: Sequence[str]) -> None:
         print(f"{profile.name:<{width}}  {profile.kind:<8}  {_fit_error(profile)}")
 
 
-def _show(profile: Any) -> None:
-    """What a profile states of itself, a fact a line."""
+def show(profile: Profile) -> None:
+    """Print what a profile states of itself, a fact a line."""
     print(f"{profile.name}: {profile.description}")
     print(f"{profile.kind}; {_fit_error(profile)}")
-    for kind, error in profile.step_error.items():
-        if kind == "source":
-            continue
-        low, high = (
-            100 * math.expm1(error["bias"] + sign * 1.2816 * error["sd"]) for sign in (-1, 1)
-        )
-        print(
-            f"{kind} steps: true time {low:+.1f} % to {high:+.1f} % of the law's, 80 % interval "
-            f"(bias {100 * error['bias']:.1f} %, deviation {100 * error['sd']:.1f} %)"
-        )
+    for kind in STEP_KINDS if profile.step_error else ():
+        error = profile.step_error[kind]
+        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-Z80, Z80))
+        print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
     if not profile.step_error:
         print("the error of whole steps is not stated")
+    for b, x in ((1, 1024), (32, 1024), (8, 16384)):
+        print(f"decode of {b} x {x} tokens: {1e3 * profile.decode_s(b, b * x):.2f} ms")
+    for p in (512, 2048, 16384):
+        print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
     shares = ", ".join(f"{key} {value}" for key, value in profile.host.items())
     print(f"host: {shares or 'kernels alone'}")
-    print(f"KV memory: {profile.kv_capacity_tokens} tokens")
+    print(f"KV memory: {profile.kv_capacity_tokens} tokens of {profile.kv_bytes_per_token} bytes")
     print("domain: " + ", ".join(f"{key} {value}" for key, value in profile.domain.items()))
     print(f"source: {profile.provenance['source']}")
 
 
 def _fit_error(profile: Any) -> str:
-    """The error on whole iterations of held-out rows, worst entry; the file has them all."""
-    headline = headline_error(profile.fit_error)
-    if headline is None:
-        return f"fit error: {profile.fit_error.get('measure', 'none stated')}"
-    key, value = headline
+    """The error of the whole iterations that the law predicts worst; the file has them all.
+
+    Those that mix prefill and decodes are left aside; without whole iterations the worst entry.
+    """
+    errors = profile.fit_error
+    entries = [key for key, value in errors.items() if isinstance(value, dict) and "p90" in value]
+    whole = [key for key in entries if "_iteration" in key and not key.startswith("mixed")]
+    if not entries:
+        return f"fit error: {errors.get('measure', 'none stated')}"
+    key = max(whole or entries, key=lambda name: errors[name]["p90"])
+    median, p90, largest = (100 * errors[key][name] for name in ("median", "p90", "max"))
     return (
-        f"fit error: median {100 * value['median']:.2g} %, p90 {100 * value['p90']:.2g} %, "
-        f"max {100 * value['max']:.2g} % ({key}, {value['points']} points)"
+        f"fit error: median {median:.2g} %, p90 {p90:.2g} %, max {largest:.2g} % "
+        f"({key}, {errors[key]['points']} points)"
     )

@@ -244,7 +244,7 @@ def test_no_data_file_is_large(root):
     for folder in FOLDERS:
         for path in (root / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
-                assert path.stat().st_size <= 1_200_000, path
+                assert path.stat().st_size <= 1_000_000, path
 
 
 SCRIPTS = sorted(

@@ -1,4 +1,4 @@
-"""A measured run against its replay: errors of latencies, sensitivity, course over time."""
+"""A measured run against its replay: errors of latencies, course over time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ _MEASURES = (
     "median_error",
     "p90_error",
     "p99_error",
-    "mean_error",
 )
 QUANTITIES = ("running", "waiting", "kv_use")
 """Quantities of a course over time."""
@@ -56,10 +55,8 @@ def matching_profile(run: MeasuredRun) -> Profile:
     )
 
 
-def of_engine(profile: Profile, run: MeasuredRun, engine: str | None) -> Profile:
-    """A profile with the host's share of a named engine, or, if it has one, of the run's."""
-    if engine:
-        return with_engine(profile, engine)
+def of_engine(profile: Profile, run: MeasuredRun) -> Profile:
+    """A profile with the host's share of the run's engine, if it has one."""
     known = plans_ahead("vLLM", run.version) is not None and profile.engine["name"] == "vLLM"
     return with_engine(profile, f"vllm@{run.version}") if profile.host and known else profile
 
@@ -118,9 +115,9 @@ def errors(
 
     Returns:
         One row a metric: ``requests``, ``measured_mean_s``, ``simulated_mean_s``,
-        ``error_of_mean`` (signed, relative), the quantiles ``median_error``, ``p90_error``,
-        ``p99_error`` and the mean ``mean_error`` of the requests' absolute relative errors. Of
-        requests that both served; a row without any holds their number alone.
+        ``error_of_mean`` (signed, relative) and the quantiles ``median_error``, ``p90_error`` and
+        ``p99_error`` of the requests' absolute relative errors. Of requests that both served; a
+        row without any holds their number alone.
     """
     rows = []
     for key, label in METRICS.items():
@@ -134,7 +131,7 @@ def errors(
         measured, guess = measured[use], guess[use]
         size = np.abs(guess / measured - 1.0)
         means = measured.mean(), guess.mean(), guess.mean() / measured.mean() - 1.0
-        values = map(float, (*means, *np.quantile(size, [0.5, 0.9, 0.99]), size.mean()))
+        values = map(float, (*means, *np.quantile(size, [0.5, 0.9, 0.99])))
         row = {"metric": label, "requests": int(use.sum())}
         rows.append(row | dict(zip(_MEASURES, values, strict=True)))
     return rows
@@ -158,40 +155,6 @@ def latency_quantiles(run: MeasuredRun, simulated: np.ndarray) -> list[dict[str,
             }
             for share, measured, guess in zip(shares, *quantiles, strict=True)
         ]
-    return rows
-
-
-def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
-    """Errors of the means when one part of the model is replaced.
-
-    Returns:
-        One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``;
-        None where the variant cannot serve the run.
-    """
-    orca = {"scheduler": "orca", "prefix_caching": False, "async_scheduling": False}
-    variants: dict[str, tuple[Profile, dict[str, Any]]] = {
-        "as the engine is set": (profile, {}),
-        "without prefix cache": (profile, {"prefix_caching": False}),
-        "every iteration planned when it starts": (profile, {"async_scheduling": False}),
-        "Orca scheduler": (profile, orca),
-        "reserve instead of paged": (profile, {"memory_policy": "reserve"}),
-        "KV memory of the profile": (profile, {"kv_tokens": None}),
-    }
-    data = profile.to_dict()
-    if not profile.estimator.experts_s:  # whose reading is no linear law
-        data["law"] = {"kind": "linear", **data["estimator"]}
-        variants["linear law instead of tables"] = Profile.from_dict(data, profile.name), {}
-    rows = []
-    for name, (used, changes) in variants.items():
-        row: dict[str, Any] = {"variant": name}
-        try:
-            simulated = simulate(run, used, **changes)
-        except ValueError:  # a request does not fit into its memory
-            rows.append(row | dict.fromkeys((*METRICS.values(), "preemptions")))
-            continue
-        for error in errors(run, simulated):
-            row[error["metric"]] = error["error_of_mean"]
-        rows.append({**row, "preemptions": int(simulated["preemptions"].sum())})
     return rows
 
 

@@ -2,7 +2,7 @@
 
 A run is a folder with ``requests.jsonl`` (one object a request: ``input_toks``, ``output_toks``,
 ``arrival_time``, or other `NAMES` of these, ``queued_ts``, ``first_token_ts``, ``last_token_ts``,
-in tokens and seconds, and ``scheduled_ts`` if it was written), ``meta.json`` (the engine's
+in tokens and seconds), ``meta.json`` (the engine's
 settings) and, if there is one, ``timeseries.csv`` (``t``, ``running``, ``waiting``,
 ``kv_cache_pct``): the layout of LLMServingSim's benchmark of vLLM.
 """
@@ -34,7 +34,6 @@ Array = NDArray[np.float64]
 
 _FIELDS = {"arrival_s": "seconds", "prompt_tokens": "tokens", "output_tokens": "tokens"}
 _FIELDS |= dict.fromkeys(("queued_ts", "first_token_ts", "last_token_ts"), "seconds")
-_FIELDS["scheduled_ts"] = "seconds?"
 # Settings that the replay does not have, and the values that change nothing.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "speculative_config": (None,),
@@ -69,8 +68,6 @@ class MeasuredRun:
         devices: Those that share every layer; replicas of them that share their experts, of all of
             which ``engine`` is together; and whether the experts are spread over the devices.
         assumed: Why a setting has its value, by its name, for those not in ``meta.json``.
-        scheduled_s: When a request was first scheduled, on the clock of the arrivals; NaN where it
-            was not written.
         series: ``(T,)`` with ``t_s``, ``running``, ``waiting``, ``kv_use`` (0 to 1), or None.
     """
 
@@ -88,12 +85,11 @@ class MeasuredRun:
     version: str = ""  # of vLLM; empty where meta.json does not tell it
     devices: tuple[int, int, bool] = (1, 1, False)
     assumed: dict[str, str] = field(default_factory=dict)
-    scheduled_s: Array | None = None
     series: np.ndarray | None = None
 
 
 def _read_requests(path: Path) -> dict[str, Array]:
-    """Columns of the file: its fields, and ``scheduled_ts``, NaN where that was not written."""
+    """Columns of the file."""
     for line, row in json_rows(path):
         for name, good in _GOOD.items():
             if row.get(name) not in good:
@@ -247,6 +243,5 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         version=str(meta.data.get("vllm_version") or ""),
         devices=devices,
         assumed=assumed,
-        scheduled_s=rows["scheduled_ts"] - offset - start,
         series=_read_series(series) if series.is_file() else None,
     )

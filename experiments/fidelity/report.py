@@ -1,10 +1,9 @@
 """How far the engine is from a measured serving run: ``servegym fidelity --data FOLDER``.
 
 The run is replayed request by request on a profile that was fitted to kernel timings alone;
-nothing is tuned to the run. It prints the errors of TTFT, TPOT and end-to-end latency, the errors
-when one part of the model is replaced, and the course over time, and writes to ``--out``, with the
-provenance of each table, ``errors``, ``sensitivity``, and ``latencies`` and ``course`` with the
-picture ``fidelity.png``.
+nothing is tuned to the run. It prints the errors of TTFT, TPOT and end-to-end latency and the
+course over time, and writes to ``--out``, with the provenance of each table, ``errors``, and
+``latencies`` and ``course`` with the picture ``fidelity.png``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,46 +68,21 @@ def draw(folder: Path) -> bytes:
     return as_png(figure)
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
+def _cell(key: str, value: Any) -> str:
+    """How a value of a column is printed."""
+    if value is None:
+        return "—"
+    if key.endswith("_s"):
+        return f"{value:.4f} s"
+    if "error" in key:
+        return f"{100 * value:{'+' * (key == 'error_of_mean')}.2f} %"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _signed(value: float) -> str:
-    return f"{100 * value:+.2f} %"
-
-
-Columns = dict[str, tuple[str, Callable[[Any], str]]]
-"""Heading of a printed column -> the rows' key and how its value is written."""
-_ERRORS: Columns = {
-    "metric": ("metric", str),
-    "measured mean": ("measured_mean_s", "{:.4f} s".format),
-    "simulated mean": ("simulated_mean_s", "{:.4f} s".format),
-    "error of mean": ("error_of_mean", _signed),
-    "median error": ("median_error", _percent),
-    "P90": ("p90_error", _percent),
-    "P99": ("p99_error", _percent),
-    "mean error": ("mean_error", _percent),
-}
-_SENSITIVITY: Columns = {
-    "variant": ("variant", str),
-    **{metric: (metric, _signed) for metric in comparison.METRICS.values()},
-    "preemptions": ("preemptions", str),
-}
-_COURSE: Columns = {
-    "quantity": ("quantity", str),
-    "measured mean": ("measured_mean", "{:.3f}".format),
-    "simulated mean": ("simulated_mean", "{:.3f}".format),
-    "mean difference": ("mean_absolute_difference", "{:.3f}".format),
-    "correlation": ("correlation", "{:.3f}".format),
-}
-
-
-def _show(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]]) -> None:
-    cells = [
-        ["—" if row[key] is None else form(row[key]) for key, form in columns.values()]
-        for row in rows
-    ]
-    print_table(title, list(columns), cells)
+def _show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    shown = [{key: _cell(key, row[key]) for key in row if key != "requests"} for row in rows]
+    names = [key.removesuffix("_s").replace("_", " ") for key in shown[0]]
+    print_table(title, names, [list(row.values()) for row in shown])
 
 
 def describe_settings(run: MeasuredRun, profile: Profile) -> str:
@@ -125,11 +99,6 @@ def describe_settings(run: MeasuredRun, profile: Profile) -> str:
     )
 
 
-def data_folder(option: Path | None) -> Path:
-    """The folder of the measured data: ``option``, ``$SERVEGYM_DATA`` or ``../shared/data``."""
-    return option or Path(os.environ.get("SERVEGYM_DATA") or Path("..", "shared", "data"))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="servegym fidelity",
@@ -139,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="folder of the measured data (default: $SERVEGYM_DATA)")
     add("--run", type=Path, help="folder of another run: requests.jsonl, meta.json")
     add("--profile", help="profile, by name or file (default: that of the run's device and model)")
-    add("--engine", help="vllm@VERSION of a composed profile (default: the run's)")
     add("--out", type=Path, default=OUT, help=f"folder for tables and plot (default: {OUT})")
     add("--no-plot", action="store_true", help="do without matplotlib")
     return parser
@@ -148,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Command line: replay the measured run, print and write the errors."""
     options = _parser().parse_args(arguments)
-    folder = options.run or data_folder(options.data).joinpath(*RUN_FOLDER)
+    data = options.data or os.environ.get("SERVEGYM_DATA", "")
+    folder = options.run or Path(data, *RUN_FOLDER)
     if not folder.is_dir():
         raise ValueError(
             f"no measured run in {str(folder)!r}: name its folder with --run, or the "
@@ -156,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     run = load_run(folder)
     profile = load(options.profile) if options.profile else comparison.matching_profile(run)
-    profile = comparison.of_engine(profile, run, options.engine)
+    profile = comparison.of_engine(profile, run)
     comparison.check_devices(run, profile)
     simulated = comparison.simulate(run, profile)
     late = run.arrival_s - run.arrival_s[0] >= START_UP_S
@@ -168,20 +137,17 @@ def main(arguments: Sequence[str]) -> int:
         "errors": [
             {"requests_from": start, **row} for start, rows in by_start.items() for row in rows
         ],
-        "sensitivity": comparison.sensitivity(run, profile),
         "latencies": comparison.latency_quantiles(run, simulated),
     }
     first = [float(times[0]) for times in (run.ttft_s, simulated["ttft_s"])]
     print(f"run {run.name}, profile {profile.name} ({profile.kind})")
     print(f"settings: {describe_settings(run, profile)}")
     print(f"first request: TTFT measured {first[0]:.3f} s, simulated {first[1]:.3f} s (start-up)\n")
-    _show("All requests", _ERRORS, by_start["all"])
-    _show(f"Without the first {START_UP_S:g} s of arrivals", _ERRORS, by_start["later"])
-    title = "Sensitivity: error of the mean with one part replaced"
-    _show(title, _SENSITIVITY, tables["sensitivity"])
+    _show("All requests", by_start["all"])
+    _show(f"Without the first {START_UP_S:g} s of arrivals", by_start["later"])
     if run.series is not None and len(run.series) > 1:
         course = comparison.trajectory(run, profile, run.series["t_s"])
-        _show("Course over time", _COURSE, comparison.compare_series(run.series, course))
+        _show("Course over time", comparison.compare_series(run.series, course))
         tables["course"] = comparison.course_means(run.series, course)
 
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Profiles of cards without kernel tables, the routing paper's linear profiles, the fleet files.
+"""Profiles of cards without kernel tables.
 
 A card that has no kernel tables of its own takes the tables of the RTX 4090, scaled by two
 ratios: one for what memory bandwidth bounds (small batches, decode attention, the head), one for
@@ -18,16 +18,12 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import write_json
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, save, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, rounded
 from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER, read_ops
-from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
-from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import FORMAT
 
 BASE = "rtx4090-llama-3.1-8b"
 # Iteration size at which the prefill ratio is defined: well above every card's ridge point.
@@ -66,22 +62,6 @@ CARDS: dict[str, dict[str, Any]] = {
     },
 }
 
-MODELS = (
-    "Mistral-7B-Instruct-v0.2",
-    "vicuna-7b-v1.5",
-    "chatglm2-6b",
-    "alpaca-7b",
-    "Qwen1.5-7B-Chat",
-    "gemma-7b-it",
-    "zephyr-7b-beta",
-    "Meta-Llama-3-8B-Instruct",
-    "tulu-2-dpo-7b",
-    "openbuddy-falcon-7b-v6",
-    "baize-v2-7b",
-    "llama-2-7b-chat-hf",
-)
-_STANDARD_CARDS = ("a100-80g", "rtx4090", "rtx4090", "l40s", "a40", "a10")
-
 
 def _llama_cpp(data: Path, card: str, phase: str) -> float:
     for _, row in CsvTable(data / _LLAMA_CPP, ("phase", "gpu", "model", "tokens_per_s")).rows:
@@ -91,17 +71,7 @@ def _llama_cpp(data: Path, card: str, phase: str) -> float:
 
 
 def published_ratios(data: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Time ratios of the A40 and the A10 to the RTX 4090, by bound and by source.
-
-    Args:
-        data: folder of the published tables.
-
-    Returns:
-        ``{card: {"decode" | "prefill": {source: ratio}}}``; a ratio above 1 is slower.
-
-    Raises:
-        ValueError: naming the file that is missing or malformed.
-    """
+    """Time ratios of A40 and A10 to the RTX 4090 by card, bound and source; above 1 is slower."""
     base = CARDS["rtx4090"]
     out: dict[str, dict[str, dict[str, float]]] = {}
     for card in ("a40", "a10"):
@@ -128,14 +98,7 @@ def published_ratios(data: Path) -> dict[str, dict[str, dict[str, float]]]:
 def chosen_ratios(
     published: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> dict[str, tuple[float, float, str, str]]:
-    """Pick the decode and the prefill ratio of each card, with the reason.
-
-    Args:
-        published: as :func:`published_ratios` returns them.
-
-    Returns:
-        ``{card: (decode ratio, prefill ratio, decode reason, prefill reason)}``.
-    """
+    """Of each card the decode ratio, the prefill ratio and the reason of either."""
     p = published
     bandwidth = "memory bandwidth of the data sheets (both cards use GDDR6 or GDDR6X)"
     slower = (
@@ -173,17 +136,6 @@ def derive_card(
     The dense table is ``decode_ratio * F + s * (dense(t) - F)`` with ``F = dense(1)`` and ``s``
     such that the ratio at 1,024 tokens is ``prefill_ratio``. Prefill attention takes
     ``prefill_ratio``, decode attention and the head take ``decode_ratio``.
-
-    Args:
-        base: a tabulated profile.
-        card: a key of :data:`CARDS`.
-        decode_ratio: time ratio where memory bandwidth is the bound (above 1 is slower).
-        prefill_ratio: time ratio where arithmetic is the bound.
-        provenance: the provenance field of the new file.
-        errors: gives the fit_error field of the new file.
-
-    Returns:
-        The derived profile.
     """
     floor, long = base.dense_s(1), base.dense_s(PREFILL_TOKENS)
     slope = (prefill_ratio * long - decode_ratio * floor) / (long - floor)
@@ -211,18 +163,7 @@ def derive_card(
 
 
 def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:
-    """Derive the cards without kernel tables from the base and published ratios.
-
-    Args:
-        data: folder of the published tables.
-        base: the RTX 4090 profile.
-
-    Returns:
-        Profiles by card.
-
-    Raises:
-        ValueError: naming the file that is missing or malformed.
-    """
+    """The cards without kernel tables, from the RTX 4090's profile and published ratios."""
     published = published_ratios(data)
     out: dict[str, Profile] = {}
     for card, (decode, prefill, why_decode, why_prefill) in chosen_ratios(published).items():
@@ -270,113 +211,16 @@ def _error_against_vidur(data: Path, card: str, draft: Profile) -> dict[str, Any
     }
 
 
-def paper_linear(index: int) -> Profile:
-    """One expert of the fleet whose law is Eq. 13 and 14 of the routing paper alone.
-
-    Args:
-        index: 1 to 12; sets the deviation from the common k1 and k2, a few percent.
-
-    Returns:
-        The profile.
-    """
-    spread = np.random.default_rng(1314).uniform(-0.04, 0.04, (12, 2)).round(3)
-    k1, k2 = (float(f"{v:.4g}") for v in np.array([7e-5, 2.5e-5]) * (1 + spread[index - 1]))
-    linear = {
-        "base_s": 0.0,
-        "prefill_s_per_token": k1,
-        "decode_s_per_sequence": 0.0,
-        "decode_s_per_context_token": k2,
-    }
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "name": f"paper-linear-{index:02d}",
-        "description": "latency estimator of the routing paper taken as the law (Eq. 13, 14)",
-        "kind": "derived",
-        "device": {
-            "name": CARDS["rtx4090"]["name"],
-            "memory_bytes": CARDS["rtx4090"]["memory_bytes"],
-            "usable_memory_fraction": 0.9,
-        },
-        "model": served_models()["Llama-3.1-8B"],
-        "engine": {
-            "name": "none",
-            "version": "none",
-            "dtype": "bf16",
-            "activation_reserve_bytes": 1_237_000_000,
-        },
-        "law": {"kind": "linear", **linear},
-        "estimator": linear,
-        "domain": {
-            "max_decode_sequences": 256,
-            "max_iteration_tokens": 8192,
-            "max_context_tokens": 8192,
-        },
-        "fit_error": {"measure": "the law is the estimator itself: no error"},
-        "provenance": {
-            "source": "form of Eq. 13 and 14 of the QoS-aware LLM routing paper; k1 near 7e-5 and "
-            "k2 near 2.5e-5 s/token, up to 4 % apart between experts (fixed draw)",
-            "licence": "MIT",
-            "date": "2026-11-21",
-            "command": "python -m servegym.hardware_profiles.build.derive",
-            "notes": ["KV memory as in profile rtx4090-llama-3.1-8b"],
-        },
-    }
-    return Profile.from_dict(data, data["name"])
-
-
-def fleets() -> dict[str, dict[str, Any]]:
-    """The fleet files, by name."""
-    law = (
-        "The latency law is that of an 8B model on the card; KV memory is that of the model served."
-    )
-    cards = [f"{card}-llama-3.1-8b" for card in (*_STANDARD_CARDS, *_STANDARD_CARDS)]
-    table = {
-        "edge-6-heterogeneous": (
-            "served_model",
-            f"A100, two RTX 4090, L40S, A40 and A10, twice; the first six are standard. {law}",
-            cards,
-        ),
-        "edge-6-homogeneous": (
-            "served_model",
-            f"RTX 4090 for every expert; the first six are standard. {law}",
-            [BASE] * 12,
-        ),
-        "paper-linear": (
-            "profile",
-            "The routing paper's estimator as the law (Eq. 13, 14), a few percent apart.",
-            [f"paper-linear-{i:02d}" for i in range(1, 13)],
-        ),
-    }
-    return {
-        name: {
-            "format": FLEET_FORMAT,
-            "name": name,
-            "description": text,
-            "memory": memory,
-            "experts": [
-                {"profile": profile, "model": model}
-                for profile, model in zip(profiles, MODELS, strict=True)
-            ],
-        }
-        for name, (memory, text, profiles) in table.items()
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: write the derived profiles and the fleet files."""
+    """Command line: write the derived profiles."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.derive",
-        description="Derived cards (needs the published tables), linear profiles and fleets.",
+        description="Cards derived from the RTX 4090 by published ratios.",
     )
-    parser.add_argument("data", type=Path, nargs="?", help="folder of the published tables")
+    parser.add_argument("data", type=Path, help="folder of the published tables")
     parser.add_argument("--out", type=Path, default=Path(), help="folder to write to")
     options = parser.parse_args(arguments)
-    profiles = [paper_linear(i) for i in range(1, 13)]
-    if options.data:
-        profiles += derive_cards(options.data, load(BASE)).values()
-    save(profiles, options.out)
-    for name, fleet in fleets().items():
-        write_json(options.out / f"fleet-{name}.json", fleet)
+    save(derive_cards(options.data, load(BASE)).values(), options.out)
     return 0
 
 

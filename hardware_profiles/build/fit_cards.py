@@ -200,14 +200,8 @@ def uncached_decode(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Decode attention over the whole grid, one layer, with L2 hits taken out.
 
-    Args:
-        times: seconds by (sequences, context tokens), as timed.
-        kv_bytes: bytes of keys and values per token and layer.
-
-    Returns:
-        The ``(decodes, contexts)`` table in seconds; which of its entries are as timed (bool; the
-        others lay more than 10 % below floor + bytes / bandwidth or were not timed, and take that
-        value); and the bandwidth in bytes/s.
+    Entries that lay more than 10 % below floor + bytes / bandwidth, or were not timed, take that
+    value. Also which ones are as timed, and the bandwidth in bytes/s.
     """
     rates = []
     for b in _DECODES:
@@ -229,18 +223,7 @@ def uncached_decode(
 
 
 def compose(data: Path, card: str) -> Composed:
-    """Compose the model's tables on a card.
-
-    Args:
-        data: folder of the published tables.
-        card: a key of :data:`CARDS`.
-
-    Returns:
-        The tables.
-
-    Raises:
-        ValueError: naming the file, line and field of a bad input.
-    """
+    """Compose the model's tables on a card of :data:`CARDS`."""
 
     def table(kernel: str) -> Path:
         return data / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_{kernel}_perf.csv"
@@ -356,15 +339,7 @@ def _held_out_errors(k: Composed, law: Profile) -> dict[str, Any]:
 
 
 def errors_against(guess: Profile, truth: Profile) -> dict[str, Any]:
-    """Relative distance of two laws of one card and model, at the points of the second.
-
-    Args:
-        guess: the law to be judged.
-        truth: the law of the same card from other timings.
-
-    Returns:
-        Spreads of the relative error of whole iterations, by kind of iteration.
-    """
+    """Errors of whole iterations of a law, by kind, against one of other timings."""
     t = truth.tables()
     limit = truth.domain["max_iteration_tokens"]
     prompts = [c for c in t.dense_tokens if c <= limit]
@@ -414,19 +389,7 @@ def _errors_against_vidur(data: Path, law: Profile) -> dict[str, Any]:
 
 
 def fit_card(card: str, data: Path, method: Mapping[str, Any] | None = None) -> Profile:
-    """Fit a card's profile from its kernel tables.
-
-    Args:
-        card: a key of :data:`CARDS`.
-        data: folder of the published tables.
-        method: errors of the method on a card with timings of its own, to be stated.
-
-    Returns:
-        The profile, of kind ``"fitted"``.
-
-    Raises:
-        ValueError: naming the file, line and field of a bad input.
-    """
+    """Fit a card's profile; ``method`` are errors of the method, to be stated."""
     facts = dict(model_facts(MODEL))
     k = compose(data, card)
     t = k.tables

@@ -21,12 +21,16 @@ pyarrow. ``DATA`` holds the kernel timings of LLMServingSim. No row is copied:
  * Decodes on the RTX PRO 6000: times the ratio of Llama-3.1-8B's own timings, by pairs and context.
  * The RTX 4090 was timed with one model: its tables are the L40S's (the same processors) times the
    ratio of the two cards, by rows, tokens or pairs and context.
+ * Decodes beside prompts (``mixed``), and the errors of that law and of composed iterations, are
+   those of the files that ship: they were fitted and taken once (build/fit_mixed.py and
+   build/timed_steps.py of commit d987f7ef).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,29 +38,25 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import write_json
+from servegym._files import read_json, write_text
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
 from servegym.hardware_profiles.build.published import (
     REFERENCE_BANDWIDTH,
     REFERENCE_KERNELS,
+    RTXPRO6000_EXPERTS,
+    RTXPRO6000_KERNELS,
 )
-from servegym.hardware_profiles.build.timed_steps import CARD, FOLDERS, compare, read_steps, spread
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
 from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables, read_ops
-from servegym.hardware_profiles.compose import Composer
-from servegym.hardware_profiles.kernels import (
-    FORMAT,
-    CardKernels,
-    LogTable,
-    MoeShape,
-    layer_from_others,
-)
+from servegym.hardware_profiles.kernels import FORMAT, LogTable, MoeShape, layer_from_others
 from servegym.hardware_profiles.law import LawTables
-from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
+from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.model_config import VALUE_BYTES
 
-_QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
+# The card with kernels of a whole model of its own.
+CARD = "rtxpro6000"
+_QWEN_BANDWIDTH = CARDS[CARD]["memory_bandwidth_bytes_per_s"]
 # Cards that ship as kernel tables alone. Memory as nvidia-smi reports it; bandwidth, peak in 16
 # bits without sparsity and processors as in NVIDIA's data sheets of H200 and HGX B200.
 TABLES_ONLY: dict[str, dict[str, Any]] = {
@@ -151,15 +151,10 @@ def _filled_errors(logs: np.ndarray, gone: np.ndarray, grids: Sequence[Any]) -> 
 
 
 def fill_holes(values: np.ndarray, grids: Sequence[Sequence[float]]) -> np.ndarray:
-    """Fill the NaNs of a table of logarithms from the nearest known points along each axis.
+    """Fill the NaNs of a table of logarithms from the nearest known points along its first axes.
 
-    Args:
-        values: logarithms of times, NaN where unknown.
-        grids: the sizes of the axes that may be used, the first axes of ``values``.
-
-    Returns:
-        The table; each hole is the mean of the axes' interpolations, or of the nearest known
-        points in proportion to the size where one side is missing.
+    Each is the mean of the axes' interpolations, or of the nearest known points in proportion to
+    the size where one side is missing.
     """
     out = values.copy()
     for index in np.argwhere(np.isnan(values)):
@@ -533,7 +528,7 @@ def _links(comm: Path, name: str) -> dict[str, Any]:
 
 def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
     """Elementwise ops on a card of this memory bandwidth."""
-    here, qwen = data / REFERENCE_KERNELS, data / FOLDERS["qwen3-30b-a3b"]
+    here, qwen = data / REFERENCE_KERNELS, data / RTXPRO6000_EXPERTS
     dense = read_ops(here / "dense.csv", "tokens")
     timed = {op: (dense[op], size, REFERENCE_BANDWIDTH) for op, size in _ELEMENTWISE.items()}
     sampler = read_ops(here / "per_sequence.csv", "sequences")["sampler"]
@@ -558,17 +553,7 @@ def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
 
 
 def fit_card(card: str, data: Path, systems: Path) -> dict[str, Any]:
-    """The kernel tables of a card that aiconfigurator timed.
-
-    Args:
-        card: a key of :data:`servegym.hardware_profiles.build.fit_cards.CARDS` or
-            :data:`TABLES_ONLY`.
-        data: folder of the published tables.
-        systems: ``aiconfigurator_core/systems/data``.
-
-    Returns:
-        The file's content.
-    """
+    """The file of a card of :data:`CARDS` or :data:`TABLES_ONLY`, which aiconfigurator timed."""
     facts = (CARDS | TABLES_ONLY)[card]
     name: str = facts["file"]
     version: str = facts["version"]
@@ -656,15 +641,7 @@ def _provenance(name: str, version: str) -> dict[str, Any]:
 
 
 def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
-    """The RTX 4090's tables: the L40S's times the ratio of the cards on Llama-3.1-8B's kernels.
-
-    Args:
-        base: the L40S's content.
-        data: folder of the published tables.
-
-    Returns:
-        The file's content; products of 16-bit weights only, no experts.
-    """
+    """The RTX 4090's file: the L40S's times the ratio of the cards on Llama-3.1-8B's kernels."""
     folder = data / REFERENCE_KERNELS
     timed = read_ops(folder / "dense.csv", "tokens")
     shapes = {
@@ -747,12 +724,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
 
 
 def decode_ratio(base: Mapping[str, Any], kernels: LawTables) -> np.ndarray:
-    """Attention of Llama-3.1-8B's decodes over a table's, on the table's pairs and contexts.
-
-    Args:
-        base: decode attention at a head size of 128.
-        kernels: timings of the model, 8 KV heads and 4 query heads each.
-    """
+    """Attention of Llama-3.1-8B's decodes over a table's of its head size, on that table's grid."""
     grids = [(k, np.array(base[k])) for k in ("group", "pairs", "context")]
     table = LogTable("decodes", grids, np.array(base["us"]))
     pairs = 8.0 * kernels.decode_sequences
@@ -782,7 +754,7 @@ def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
 
     That loop finds a part of the keys and values in the L2 cache, which is large on this card.
     """
-    kernels = KernelTables(data / FOLDERS["llama-3.1-8b"], 1).tables
+    kernels = KernelTables(data / RTXPRO6000_KERNELS, 1).tables
     tables = content["decode_attention"]
     scale = decode_ratio(tables["128"], kernels)
     return content | {
@@ -800,24 +772,22 @@ def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) ->
     return np.maximum.accumulate(np.array(table["us"]) * ratio, axis=2)
 
 
-def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:
-    """Error of whole composed iterations on the card whose models were timed one by one.
+def with_shipped(content: dict[str, Any]) -> dict[str, Any]:
+    """A card's tables with the law of decodes beside prompts and the errors that ship."""
+    shipped = read_json(data_path("kernels") / f"{content['card']}.json")
+    once = ("mixed_attention", "method_on")
+    errors = {key: v for key, v in shipped["held_out"].items() if key.startswith(once)}
+    law = {"mixed": shipped["mixed"]} if "mixed" in shipped else {}
+    return content | law | {"held_out": content["held_out"] | errors}
 
-    Args:
-        content: the kernel tables of :data:`CARD`.
-        data: folder of the published tables.
 
-    Returns:
-        Spreads of the relative error by model and kind of step.
-    """
-    spreads: dict[str, Any] = {}
-    for model, folder in FOLDERS.items():
-        shape = model_shape(model)
-        kernels = CardKernels(content["card"], content)
-        rows = compare(Composer(kernels, shape), read_steps(data / folder, shape))
-        for kind in ("prefill", "decode"):
-            spreads[f"method_on_{CARD}_{model}_{kind}_iteration"] = spread(rows, kind)
-    return spreads
+def write_tables(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a card's file, a line a field; spaces and indents would be a quarter of it."""
+    lines = [
+        f"{json.dumps(key)}:{json.dumps(value, separators=(',', ':'), ensure_ascii=False)}"
+        for key, value in content.items()
+    ]
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -834,14 +804,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fitted = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
     fitted[CARD] = with_timed_decodes(fitted[CARD], data)
     fitted["rtx4090"] = derive_rtx4090(fitted["l40s"], data)
-    for card, mixed in fit_all(data).items():
-        fitted[card] = with_mixed(fitted[card], mixed)
-    spreads = method_error(fitted[CARD], data)
-    for content in fitted.values():
-        content["held_out"] |= spreads
     for card, content in fitted.items():
-        path = options.out / f"{card}.json"
-        write_json(path, content)
+        path, content = options.out / f"{card}.json", with_shipped(content)
+        write_tables(path, content)
         print(f"{card}: {path.stat().st_size / 1e3:.0f} kB")
         for what, error in content["held_out"].items():
             print(f"  {what}: median {error['median']:.3f}, p90 {error['p90']:.3f}")

@@ -23,7 +23,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym._files import write_json
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.published import MODEL_FOLDERS
+from servegym.hardware_profiles.build.published import RTXPRO6000_EXPERTS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import (
     as_integers,
@@ -37,7 +37,6 @@ from servegym.hardware_profiles.interpolation import along
 FORMAT = "servegym-moe-layer/1"
 L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
 ROUTING = {"a100-80g": "power_law_1.01"}
-PROFILED_KERNELS = MODEL_FOLDERS["rtxpro6000", "qwen3-30b-a3b"]
 _DEVICE_FACTS = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "tensor_flop_per_s")
 
 
@@ -95,17 +94,10 @@ def _active(model: Mapping[str, Any], tokens: float) -> float:
 def small_call_law(
     times: Mapping[int, float], model: Mapping[str, Any], cache_bytes: float, even: bool
 ) -> tuple[float, float]:
-    """Base and reading time of the calls bound by reading the experts' weights.
+    """``base_s`` and ``expert_read_s`` of the calls bound by reading the experts' weights.
 
-    Args:
-        times: seconds of the layer by tokens.
-        model: layer facts.
-        cache_bytes: L2 cache of the card; calls whose weights fit in twice that are left out.
-        even: whether tokens spread evenly; if not, only one token and a saturated call tell how
-            many experts are active.
-
-    Returns:
-        ``(base_s, expert_read_s)``, neither negative.
+    Calls whose weights fit in twice the L2 cache are left out. Where tokens do not spread evenly
+    only one token and a saturated call tell how many experts are active.
     """
     full = model["experts"] / model["top_k"]
     fastest: dict[float, float] = {}
@@ -153,18 +145,7 @@ def other_shape(
     law: tuple[float, float],
     other: Mapping[str, Any],
 ) -> tuple[np.ndarray, tuple[float, float]]:
-    """A layer of another shape from a timed one.
-
-    Args:
-        tokens: ``(G,)`` tokens of the timed layer; also those of the result.
-        seconds: ``(G,)`` its seconds.
-        timed: its facts.
-        law: its ``(base_s, expert_read_s)``.
-        other: the facts of the other layer.
-
-    Returns:
-        ``(G,)`` seconds, and ``(base_s, expert_read_s)`` of the other layer.
-    """
+    """Seconds at ``tokens``, ``base_s`` and ``expert_read_s`` of a layer from a timed one's."""
     base, read = law
     size = other["expert_bytes"] / timed["expert_bytes"]
     work = size * other["top_k"] / timed["top_k"]
@@ -175,19 +156,7 @@ def other_shape(
 
 
 def fit_layer(card: str, model: str, data: Path) -> dict[str, Any]:
-    """Fit the profile of one layer on one card.
-
-    Args:
-        card: a key of :data:`L2_BYTES`.
-        model: a key of :data:`MODELS`.
-        data: folder of the published tables.
-
-    Returns:
-        The file: ``"fitted"`` where the layer was timed, else ``"derived"``.
-
-    Raises:
-        ValueError: naming the file, line and field of a bad input.
-    """
+    """The file of one layer on one card: ``"fitted"`` where it was timed, else ``"derived"``."""
     facts = MODELS[model]
     derived = model == "deepseek-v2-lite"
     timed = MODELS["qwen3-30b-a3b"] if derived else facts
@@ -228,7 +197,7 @@ def fit_layer(card: str, model: str, data: Path) -> dict[str, Any]:
         "provenance": _provenance(card, routing, raised, derived),
     }
     if (card, model) == ("rtxpro6000", "qwen3-30b-a3b"):
-        error |= _against_profiler(data / PROFILED_KERNELS / "moe.csv", result)
+        error |= _against_profiler(data / RTXPRO6000_EXPERTS / "moe.csv", result)
     return result
 
 

@@ -11,19 +11,11 @@ import numpy as np
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.law import Profile
 
-_PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16"
-_QWEN = "Qwen/Qwen3-30B-A3B-Instruct-2507/bf16"
-MODEL_FOLDERS = {
-    ("rtx4090", "llama-3.1-8b"): f"{_PERF}/RTX4090/{_LLAMA}/tp1",
-    ("rtxpro6000", "llama-3.1-8b"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp1",
-    ("rtxpro6000", "llama-3.1-8b tp 2"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp2",
-    (
-        "rtxpro6000",
-        "qwen3-30b-a3b",
-    ): f"{_PERF}/RTXPRO6000/{_QWEN}/tp1",
-}
-"""LLMServingSim's kernel timings by card and model, below the folder of the published tables."""
-REFERENCE_KERNELS = MODEL_FOLDERS["rtx4090", "llama-3.1-8b"]
+# LLMServingSim's kernel timings of a card and model, below the folder of the published tables.
+_PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16/tp1"
+REFERENCE_KERNELS = f"{_PERF}/RTX4090/{_LLAMA}"
+RTXPRO6000_KERNELS = f"{_PERF}/RTXPRO6000/{_LLAMA}"
+RTXPRO6000_EXPERTS = f"{_PERF}/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
 REFERENCE_BANDWIDTH = 1.008e12
 # How many timed products stand for one that was not: the median of these, by size.
 _NEAR = 3
@@ -55,16 +47,7 @@ class MatrixProducts:
         return [(n * k / (s[0] * s[1]), self.shapes[s]) for s in order[:_NEAR]]
 
     def seconds(self, n: int, k: int, tokens: Sequence[int]) -> np.ndarray:
-        """Seconds of the product with ``n`` output and ``k`` inner features.
-
-        Args:
-            n: output features.
-            k: inner features.
-            tokens: rows ``m``, of :meth:`tokens`.
-
-        Returns:
-            ``(len(tokens),)`` seconds.
-        """
+        """Seconds of the product with ``n`` output and ``k`` inner features, by rows."""
         parts = self._near(n, k)
         return np.array([np.median([w * times[m] for w, times in parts]) for m in tokens])
 

@@ -1,7 +1,7 @@
 """Kernel timings of one device and model (CSV) to a profile (JSON): ``servegym calibrate``.
 
 The kernels are composed to whole iterations (``kernel_tables``) and tabulated. The errors that the
-profile states are on rows left out of the tables; ``--check`` scores it on other measurements.
+profile states are on rows left out of the tables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym._files import read_json
-from servegym.hardware_profiles.calibrate.check import score_lines
 from servegym.hardware_profiles.calibrate.fitting import (
     ESTIMATOR_MAX_CONTEXT,
     ESTIMATOR_MAX_PROMPT,
@@ -42,72 +40,64 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     layer_lines,
     read_meta,
 )
+from servegym.hardware_profiles.compose import RECORDED_RESERVE, USABLE_MEMORY
 from servegym.hardware_profiles.host import parse_engine, with_engine
 from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.law import LawTables, Profile
-from servegym.hardware_profiles.load import load
 from servegym.hardware_profiles.schema import MIXED_TABLE
 
 # Reading all weights once takes at least this long on any device, and no longer than this on
 # one worth serving from. Outside lies a unit mistake.
 _FASTEST_BYTES_PER_S = 3e13
 _SLOWEST_BYTES_PER_S = 5e9
+# Largest relative error of the points that the law's grid leaves out.
+_TOLERANCE = 0.003
 
 
-def option(text: str, default: Any) -> Any:
-    """A field of `KernelOptions`, and the help of its flag."""
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True)
-class KernelOptions:
-    """What `calibrate_kernels` is told besides the timings; each is a flag of the command."""
-
-    name: str = option("name of the profile", "rtx4090-llama-3.1-8b")
-    model: str = option("model name, or a JSON file of model facts", "Llama-3.1-8B")
-    device_name: str | None = option("device (default: from meta.yaml)", None)
-    memory_bytes: int = option("memory of the device", 25_250_627_584)
-    usable_memory_fraction: float = option("part the engine may use", 0.9)
-    activation_reserve_bytes: int = option("memory set aside for activations", 1_237_000_000)
-    engine: str | None = option("vllm@VERSION, whose host takes its share of an iteration", None)
-    tolerance: float = option("largest relative thinning error", 0.003)
-    seed: int = option("chooses the rows held out", 0)
-    source: str | None = option("where the timings come from", None)
-    licence: str = option("licence of the timings", "not stated")
-    commit: str | None = option("commit of the source", None)
-    notes: Sequence[str] = ()
-
-
-def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) -> Profile:
+def calibrate_kernels(
+    folder: str | os.PathLike[str],
+    *,
+    name: str = "rtx4090-llama-3.1-8b",
+    model: str = "Llama-3.1-8B",
+    device_name: str | None = None,
+    memory_bytes: int = 25_250_627_584,
+    engine: str | None = None,
+    source: str | None = None,
+    licence: str = "not stated",
+    notes: Sequence[str] = (),
+) -> Profile:
     """Build a tabulated profile from a folder of kernel timings.
 
     Args:
         folder: holds ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` (times in
             microseconds), and ``meta.yaml`` there or one level up (optional).
-        options: name, model and device, and where the timings come from.
-
-    Returns:
-        The profile; ``profile.save(path)`` writes its JSON file.
+        name: of the profile.
+        model: a name, or a JSON file of model facts.
+        device_name: None for that in ``meta.yaml``.
+        memory_bytes: of the device.
+        engine: ``vllm@VERSION``, whose host takes its share of an iteration, or None.
+        source: where the timings come from.
+        licence: of the timings.
+        notes: remarks for the profile's provenance.
 
     Raises:
         ValueError: naming the file, line and field of a bad input, and what to do.
     """
     root = Path(folder)
-    if options.engine:
-        parse_engine(options.engine)
-    name, facts = options.name, model_facts(options.model)
+    if engine:
+        parse_engine(engine)
+    facts = model_facts(model)
     kernels = KernelTables(root, int(facts["layers"]))
     t = kernels.tables
     _check_times(t, root, float(facts["weight_bytes"]))
     meta = read_meta(root / "meta.yaml") or read_meta(root.parent / "meta.yaml")
-    device = options.device_name or meta.get("gpu", "device")
+    device = device_name or meta.get("gpu", "device")
     origin: dict[str, Any] = {
-        "source": options.source or "/".join(root.resolve().parts[-4:]),
-        "licence": options.licence,
-        **({"commit": options.commit} if options.commit else {}),
+        "source": source or "/".join(root.resolve().parts[-4:]),
+        "licence": licence,
         "date": meta.get("profiled_at", "unknown"),
         "command": "python -m servegym.hardware_profiles.calibrate.calibrate FOLDER "
-        f"--name {name} --model {options.model}",
+        f"--name {name} --model {model}",
         "notes": [
             f"whole model = {kernels.layers} x (dense ops + attention), layernorm twice a layer; "
             "embedding, final layernorm, lm_head and sampler once",
@@ -115,7 +105,7 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
             f"beyond {t.dense_tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
             f"prefill attention composed of pieces of {t.chunk_tokens[-1]:g} tokens",
             *layer_lines(root),
-            *options.notes,
+            *notes,
         ],
     }
     data: dict[str, Any] = {
@@ -124,17 +114,17 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         "kind": "fitted",
         "device": {
             "name": device,
-            "memory_bytes": options.memory_bytes,
-            "usable_memory_fraction": options.usable_memory_fraction,
+            "memory_bytes": memory_bytes,
+            "usable_memory_fraction": USABLE_MEMORY,
         },
         "model": dict(facts),
         "engine": {
             "name": "vLLM" if "vllm_version" in meta else "unknown",
             "version": meta.get("vllm_version", "unknown"),
             "dtype": meta.get("variant", "bf16"),
-            "activation_reserve_bytes": options.activation_reserve_bytes,
+            "activation_reserve_bytes": RECORDED_RESERVE,
         },
-        "law": _tabulated_law(kernels, options.tolerance),
+        "law": _tabulated_law(kernels),
         "domain": measured_domain(t),
         "provenance": origin,
     }
@@ -144,16 +134,16 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         return {
             "measure": "absolute relative error; held-out rows unless said otherwise",
             "dense_thinned_at_measured_points": error_quantiles(guess / t.dense_s - 1.0),
-            **_held_out_errors(t, options.tolerance, options.seed),
+            **_held_out_errors(t),
             **_second_grid_errors(kernels, draft),
             **_mixed_errors(kernels, draft),
         }
 
     profile = estimated(data, errors)
-    return with_engine(profile, options.engine) if options.engine else profile
+    return with_engine(profile, engine) if engine else profile
 
 
-def _tabulated_law(k: KernelTables, tolerance: float) -> dict[str, Any]:
+def _tabulated_law(k: KernelTables) -> dict[str, Any]:
     """The ``law`` field: thinned, extended beyond the largest iteration, started at 1."""
     t, mixed = k.tables, _mixed_decode(k)
     tables = t._asdict()
@@ -163,7 +153,7 @@ def _tabulated_law(k: KernelTables, tolerance: float) -> dict[str, Any]:
     for key, values in (("decode_attention_s", t.decode_attention_s), (MIXED_TABLE, mixed)):
         if values is not None:
             tables["decode_context_tokens"], tables[key] = _with_start(contexts, values, 1)
-    law = tabulate(tables, tolerance)
+    law = tabulate(tables, _TOLERANCE)
     more, longer = _beyond(t.dense_tokens, t.dense_s)
     law["dense_tokens"] += as_integers(more)
     law["dense_s"] += rounded(longer)
@@ -235,14 +225,14 @@ def _mixed_decode(k: KernelTables) -> np.ndarray | None:
     return np.maximum.accumulate(np.maximum(rows, 0.0), axis=0)
 
 
-def _held_out_errors(t: LawTables, tolerance: float, seed: int) -> dict[str, Any]:
+def _held_out_errors(t: LawTables) -> dict[str, Any]:
     """Relative errors of tables built without some rows, at those rows."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     out: dict[str, Any] = {}
 
     gone = random_third(t.dense_s.shape, rng)
     grid, values = t.dense_tokens[~gone], t.dense_s[~gone]
-    chosen = thin(grid, values, tolerance)
+    chosen = thin(grid, values, _TOLERANCE)
     guess = along(grid[chosen], values[chosen], t.dense_tokens[gone])
     out["dense_random_third"] = error_quantiles(guess / t.dense_s[gone] - 1.0)
 
@@ -269,50 +259,41 @@ def _second_grid_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
         rest = profile.dense_s(chunk) + profile.head_s(1)
         guess = profile.chunk_attention_s(chunk, before)
         pairs.append((guess / measured - 1.0, (guess - measured) / (measured + rest)))
-    if not pairs:
-        return {}
-    attention, iteration = np.array(pairs).T
-    return {
-        "chunk_attention_beside_grid": error_quantiles(attention),
-        "chunk_iteration_beside_grid": error_quantiles(iteration),
-    }
+    names = ("chunk_attention_beside_grid", "chunk_iteration_beside_grid")
+    errors = map(error_quantiles, np.array(pairs).T)
+    return dict(zip(names, errors, strict=True)) if pairs else {}
 
 
 def _mixed_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
     """Error of prefill attention + decode attention against the two measured together."""
-    attention, iteration, near, corrected = [], [], [], []
-    together = profile.mixed_decode_attention_s()
-    t = profile.tables()
+    rows, near, corrected = [], [], []
+    together, t = profile.mixed_decode_attention_s(), profile.tables()
     for (chunk, before, sequences, context), measured in k.mixed.items():
-        guess = profile.chunk_attention_s(chunk, before) + profile.decode_attention_s(
-            sequences, context
-        )
+        alone = profile.chunk_attention_s(chunk, before)
+        guess = alone + profile.decode_attention_s(sequences, context)
         rest = profile.dense_s(chunk + sequences) + profile.head_s(sequences + 1)
-        attention.append(guess / measured - 1.0)
-        iteration.append((guess + rest) / (measured + rest) - 1.0)
+        rows.append((guess / measured - 1.0, (guess + rest) / (measured + rest) - 1.0))
         # The table was built from the rows of the smallest chunk without context.
         if (chunk, before) != (k.tables.chunk_tokens[0], 0):
             axes = (t.decode_sequences, t.decode_context_tokens)
-            other = profile.chunk_attention_s(chunk, before)
-            other += bilinear(*axes, together, sequences, context)
+            other = alone + bilinear(*axes, together, sequences, context)
             corrected.append((other - measured) / (measured + rest))
         near.append(
             sequences <= ESTIMATOR_MAX_SEQUENCES
             and chunk <= ESTIMATOR_MAX_PROMPT
             and max(before, context) <= ESTIMATOR_MAX_CONTEXT
         )
-    if not attention:
+    if not rows:
         return {}
-    inside = np.array(near)
-    out = {
-        "mixed_attention_sum": error_quantiles(np.array(attention)),
-        "mixed_iteration_sum": error_quantiles(np.array(iteration)),
-    }
+    names = ("mixed_attention_sum", "mixed_iteration_sum")
+    errors = map(error_quantiles, np.array(rows).T)
+    out: dict[str, Any] = dict(zip(names, errors, strict=True))
     if together is not t.decode_attention_s and corrected:
         out["mixed_iteration_with_mixed_table"] = error_quantiles(np.array(corrected))
-    if inside.any():
-        out["mixed_attention_sum_routing_domain"] = error_quantiles(np.array(attention)[inside])
-        out["mixed_iteration_sum_routing_domain"] = error_quantiles(np.array(iteration)[inside])
+    if any(near):
+        inside = map(error_quantiles, np.array(rows)[near].T)
+        ends = (f"{name}_routing_domain" for name in names)
+        out |= dict(zip(ends, inside, strict=True))
     return out
 
 
@@ -336,33 +317,43 @@ def _settings(folder: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The arguments; what is not given is left to `KernelOptions`."""
+    """The arguments; what is not given is left to `calibrate_kernels`."""
     parser = argparse.ArgumentParser(
         prog="servegym calibrate",
-        description="Fit a hardware profile (JSON) to kernel timings (CSV), or score one; "
+        description="Fit a hardware profile (JSON) to kernel timings (CSV); "
         "`servegym calibrate server` corrects one by loads of a running server.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("folder", nargs="?", help="holds dense.csv, attention.csv and per_sequence.csv (us)")
+    add("folder", help="holds dense.csv, attention.csv and per_sequence.csv (us)")
     add("-o", "--out", help="file to write (default: NAME.json)")
-    add("--check", metavar="OTHER", help="score on a folder, or a CSV file of whole iterations")
-    add("--profile", metavar="NAME", help="with --check: score this profile, fit none")
+    add("--name", help="name of the profile")
+    add("--model", help="model name, or a JSON file of model facts")
+    add("--device-name", help="device (default: from meta.yaml)")
+    add("--memory-bytes", type=int, help="memory of the device")
+    add("--engine", help="vllm@VERSION, whose host takes its share of an iteration")
+    add("--source", help="where the timings come from")
+    add("--licence", help="licence of the timings")
     add("--note", dest="notes", action="append", help="remark; repeatable")
-    for each in fields(KernelOptions)[:-1]:
-        kind = {"int": int, "float": float}.get(str(each.type), str)
-        add(f"--{each.name.replace('_', '-')}", type=kind, help=each.metadata["help"])
     return parser
 
 
-def _fit_and_save(chosen: dict[str, Any]) -> Profile:
-    """Fit the folder of ``chosen``, whose arguments win over those that lie in the folder."""
-    if "folder" not in chosen:
-        raise ValueError("folder: missing; name a folder of kernel timings")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``servegym calibrate``; `ValueError` names what cannot be used.
+
+    ``server`` as the first word corrects a profile by a running server, see ``calibrate_server``.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["server"]:
+        from servegym.hardware_profiles.calibrate import calibrate_server
+
+        return calibrate_server.main(words[1:])
+    chosen = vars(_parser().parse_args(words))
     folder = chosen["folder"]
+    # What is given wins over what lies in the folder.
     options = vars(_parser().parse_args([folder, *_settings(Path(folder))])) | chosen
     out = options.pop("out", None)
-    profile = calibrate_kernels(options.pop("folder"), KernelOptions(**options))
+    profile = calibrate_kernels(**options)
     out = out or f"{profile.name}.json"
     profile.save(out)
     e = profile.estimator
@@ -373,33 +364,6 @@ def _fit_and_save(chosen: dict[str, Any]) -> Profile:
     )
     for label, spread in profile.fit_error.items():
         print(f"  {label}: {spread}")
-    return profile
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym calibrate``: fit a profile, score one, or both.
-
-    ``server`` as the first word corrects a profile by a running server, see ``calibrate_server``.
-
-    Raises:
-        ValueError: if an argument or a file cannot be used.
-    """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["server"]:
-        from servegym.hardware_profiles.calibrate import calibrate_server
-
-        return calibrate_server.main(words[1:])
-    chosen = vars(_parser().parse_args(words))
-    other, name = chosen.pop("check", None), chosen.pop("profile", None)
-    if name and not other:
-        raise ValueError("--profile goes with --check OTHER")
-    if other and not Path(other).exists():
-        raise ValueError(f"--check: there is no {other!r}")
-    if name and chosen:
-        raise ValueError(f"--profile scores a profile that there is; leave out {', '.join(chosen)}")
-    profile = load(name) if name else _fit_and_save(chosen)
-    if other:
-        print("\n".join(score_lines(profile, other)))
     return 0
 
 

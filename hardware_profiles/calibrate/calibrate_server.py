@@ -1,8 +1,7 @@
 """Corrections of a profile by a few loads of a running server: ``servegym calibrate server``.
 
-It begins with a profile that nothing of the server was measured for: one composed of kernel tables
-(``--card --model --tp``), any other (``--profile``), or a roofline (``--bandwidth --tflops``). On
-top it learns, as far as the loads tell:
+It begins with a composed profile (``--card --model --tp``), any other (``--profile``), or a
+roofline (``--bandwidth --tflops``). On top it learns, as far as the loads tell:
 
  - a factor on the step by the number of sequences: the logarithm of measured over predicted,
    interpolated over the logarithm of the batch (a Gaussian process);
@@ -10,9 +9,7 @@ top it learns, as far as the loads tell:
  - a factor on what prompts add to a step, and a constant before the first token.
 
 What the profile says of its own errors (``step_error``) is the prior: far from the measured loads
-the profile holds, and a single load moves it little if it is known well, unless it contradicts it;
-then the machine is another, and all batches move. From three loads on each is left out once, and
-the fit is kept only if it is nearer to them than the profile alone.
+the profile holds. Loads that contradict it are of another machine, and all batches move.
 """
 
 from __future__ import annotations
@@ -22,32 +19,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, tabulate
 from servegym.hardware_profiles.calibrate.server_loads import Load, read_all
-from servegym.hardware_profiles.compose import (
-    Z80,
-    add_arguments,
-    compose_chosen,
-    possible_engines,
-)
+from servegym.hardware_profiles.compose import add_arguments, compose_chosen, possible_engines
 from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import with_engine
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load as load_profile
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.roofline import roofline
-from servegym.hardware_profiles.schema import (
-    HOST_TIMES,
-    LONGEST,
-    MIXED_CHUNK,
-    MIXED_TABLE,
-    TABLE_AXES,
-)
+from servegym.hardware_profiles.schema import HOST_TIMES, LONGEST, MIXED_CHUNK, MIXED_TABLE, Z80
 
 # Chosen on llm-d's and ML.ENERGY's runs (experiments/results/fidelity/judges.csv) and on the part
 # `fit` of aiconfigurator-core's, each load left out once; the errors are flat around them.
@@ -327,37 +312,32 @@ def corrected_law(profile: Profile, steps: Steps, prompts: float) -> dict[str, A
     All decodes take the factor of the middle of the batches; what others differ by is a time by the
     number of sequences, at the mean context of the loads.
     """
-    tables = profile.with_host({}).tables()._asdict()
-    law: dict[str, Any] = {key: np.array(tables[key]) for key in TABLE_AXES}
+    kernels = profile.with_host({})
+    law: dict[str, Any] = kernels.tables()._asdict()
     extra = (MIXED_TABLE, MIXED_CHUNK, *LONGEST)
     law |= {key: np.array(profile.law[key]) for key in extra if key in profile.law}
     if profile.law["kind"] == "linear":
         # Two points far apart, as they are rounded.
         law["dense_tokens"] = np.array([1.0, profile.domain["max_iteration_tokens"]])
-        law["dense_s"] = np.array([profile.with_host({}).dense_s(t) for t in law["dense_tokens"]])
+        law["dense_s"] = np.array([kernels.dense_s(t) for t in law["dense_tokens"]])
     batches = np.array([p.batch for p in steps.points])
     common = math.exp(float(steps.factor(batches)[0].mean()))
-    dense = law["dense_s"] + (common - prompts) * (profile.with_host({}).dense_s(1) / prompts)
+    dense = law["dense_s"] + (common - prompts) * (kernels.dense_s(1) / prompts)
+    factors = dict.fromkeys(("decode_attention_s", "head_s", MIXED_TABLE, *LONGEST), common)
+    factors |= dict.fromkeys(("chunk_attention_s", MIXED_CHUNK), prompts)
+    law |= {key: factor * law[key] for key, factor in factors.items() if key in law}
     law["dense_s"] = prompts * dense
-    for key, factor in (
-        ("chunk_attention_s", prompts),
-        (MIXED_CHUNK, prompts),
-        *((key, common) for key in ("decode_attention_s", "head_s", MIXED_TABLE, *LONGEST)),
-    ):
-        if key in law:
-            law[key] = factor * law[key]
     last = profile.domain["max_decode_sequences"]
     knots = np.unique([1.0, *(2.0 ** np.arange(math.log2(last) + 1)), *np.rint(batches)])
     knots = np.unique([*law["head_sequences"], *knots])
     head = np.interp(knots, law["head_sequences"], law["head_s"])
     law["head_sequences"], law["head_s"] = knots, head
-    draft = replace(profile, law=tabulate(law), _tables=None)
+    draft = replace(profile, law=tabulate(law))
     context = float(np.exp(np.mean(np.log([p.context for p in steps.points]))))
-    factors = np.exp(steps.factor(np.maximum(knots, 1.0))[0])
-    at = [(n, n * context) for n in np.maximum(knots, 1.0)]
+    batches = np.maximum(knots, 1.0)
     head = head + [
-        f * profile.decode_s(*one) - draft.decode_s(*one)
-        for f, one in zip(factors, at, strict=True)
+        f * profile.decode_s(n, n * context) - draft.decode_s(n, n * context)
+        for f, n in zip(np.exp(steps.factor(batches)[0]), batches, strict=True)
     ]
     # Every step has both parts, so a constant may go from one to the other: none is negative.
     moved = max(-float(head.min()), 0.0)
@@ -383,9 +363,9 @@ class Calibration:
     lines: tuple[str, ...]
 
 
-def _between(value: float, sd: float, shown: str = ".3g") -> str:
+def _between(value: float, sd: float) -> str:
     """A value and its 80 % interval."""
-    return f"{value:{shown}} ({value - Z80 * sd:{shown}} to {value + Z80 * sd:{shown}})"
+    return f"{value:.3g} ({value - Z80 * sd:.3g} to {value + Z80 * sd:.3g})"
 
 
 def calibrate_server(
@@ -538,8 +518,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.kv_tokens < 0:
         raise ValueError(f"--kv-tokens: got {options.kv_tokens}; must be >= 16")
     out = options.out or f"{options.name}.json"
-    if not Path(out).absolute().parent.is_dir():
-        raise ValueError(f"--out: got {out!r}; its folder does not exist")
     loads = read_all(options.files)
     base = _begun_with(options, loads)
     result = calibrate_server(loads, base, options.name, options.kv_tokens)

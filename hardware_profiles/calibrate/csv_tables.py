@@ -17,15 +17,13 @@ class CsvTable:
         at_least: fewest rows that are of use.
 
     Raises:
-        ValueError: if the file cannot be read, a column is missing or there are too few rows.
+        OSError: if the file cannot be read.
+        ValueError: if a column is missing or there are too few rows.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], at_least: int = 1) -> None:
         self.path = path
-        try:
-            self.rows = list(csv_rows(path, columns))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        self.rows = list(csv_rows(path, columns))
         count = len(self.rows)
         if count < at_least:
             fix = f"measure at least {at_least}"

@@ -51,16 +51,11 @@ def isotonic_fit(values: np.ndarray) -> np.ndarray:
     return isotonic_regression(values).x
 
 
-def check_explains(values: np.ndarray, at: str) -> float:
-    """Refuse times ``(G,)`` that the size of the work does not explain.
+def check_explains(values: np.ndarray, at: str) -> None:
+    """Refuse times ``(G,)`` of which :func:`isotonic_fit` explains less than half.
 
-    Returns:
-        R² of the best fit that never falls (:func:`isotonic_fit`).
-
-    Raises:
-        ValueError: if R² is below 0.5; ``at`` is the file and field.
+    ``at`` is the file and field, for the message.
     """
-    values = np.asarray(values, float)
     total = float(np.sum((values - values.mean()) ** 2))
     left = float(np.sum((values - isotonic_fit(values)) ** 2))
     explained = 1.0 - left / total if total > 0.0 else 0.0
@@ -70,7 +65,6 @@ def check_explains(values: np.ndarray, at: str) -> float:
             f"{EXPLAINED_FLOOR}; times that do not grow with the work cannot be extrapolated: "
             "measure again, on an idle device, with more repeats and larger sizes"
         )
-    return explained
 
 
 def rounded(values: np.ndarray) -> Any:
@@ -124,11 +118,7 @@ def interpolate_missing(grid: np.ndarray, values: np.ndarray, missing: np.ndarra
 def interpolate_without(
     grid: np.ndarray, values: np.ndarray, axis: int, at: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate a table's entries at an inner point of an axis's grid from the others.
-
-    Returns:
-        The table with these entries interpolated, and which they are (bool).
-    """
+    """A table with the entries at an inner point of an axis interpolated, and which they are."""
     gone = np.zeros(values.shape, bool)
     np.moveaxis(gone, axis, 0)[grid == at] = True
     moved = interpolate_missing(grid, np.moveaxis(values, axis, -1), np.moveaxis(gone, axis, -1))
@@ -276,14 +266,7 @@ def _fit_experts(
 
 
 def model_facts(name_or_path: str) -> dict[str, Any]:
-    """Memory facts of a model: by its name in ``served-models.json``, or from a JSON file.
-
-    Args:
-        name_or_path: the name, or the path of a JSON file with the same fields.
-
-    Raises:
-        ValueError: for an unknown name (the nearest valid one is given).
-    """
+    """Memory facts of a model: by its name in ``served-models.json``, or from a JSON file."""
     if name_or_path.endswith(".json"):
         return read_json(name_or_path)
     models = served_models()

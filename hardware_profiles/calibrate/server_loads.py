@@ -1,6 +1,6 @@
 """Measured loads of a running server, as several tools write them.
 
-- ``servegym measure server`` (CSV): each load, rate and prompt length is a load;
+- ``servegym measure server`` (CSV): each load and prompt length is a load;
 - a CSV of summaries with the columns ``clients`` (closed loop) or ``batch`` (decodes that start
   together), ``prompt_tokens``, ``output_tokens``, and ``tpot_s`` and ``ttft_s``, or ``tpot_ms`` and
   ``ttft_ms``: each row is a load;
@@ -20,14 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym._files import (
-    MalformedFileError,
-    csv_header,
-    json_rows,
-    parse_number,
-    parse_time,
-    read_json,
-)
+from servegym._files import csv_header, json_rows, parse_number, parse_time, read_json
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.measure.server import COLUMNS
 from servegym.hardware_profiles.schema import Fields
@@ -115,25 +108,24 @@ def _measured(path: str | os.PathLike[str]) -> list[Load]:
                 raise table.error(line, name, f"{text!r} is no number", "measure it again")
             return value
 
-        for name in ("started_s", "ttft_s", "e2e_s"):
-            parse_time(path, line, name, row[name], "number")
+        start, ttft, e2e = (
+            float(parse_time(path, line, name, row[name], "number")[0])
+            for name in ("started_s", "ttft_s", "e2e_s")
+        )
         lengths = [number(name, row[name]) for name in LENGTHS]
         if min(lengths) < 1:
-            problem = "the server did not count them"
             fix = "it must send usage with the last event of a stream"
-            raise MalformedFileError(path, line, LENGTHS[0], problem, fix)
-        start, ttft, e2e = (number(name, row[name]) for name in ("started_s", "ttft_s", "e2e_s"))
+            raise table.error(line, LENGTHS[0], "the server did not count them", fix)
         times = np.array([number("token_s", text) for text in row["token_s"].split()])
-        key = tuple(number(name, row[name]) for name in COLUMNS[:3])
+        key = tuple(number(name, row[name]) for name in COLUMNS[:2])
         request = (start, ttft, e2e - ttft, lengths[0], lengths[1], times)
         groups.setdefault(key, []).append(request)
     if not groups:
         raise ValueError(f"{path}: holds no request that succeeded")
     return [
-        _load(f"{load:g} in flight, " * (load > 0) + f"{rate:g}/s, " * (rate > 0)
-              + f"{np.median([r[3] for r in rows]):g} tokens", rows, path)
-        for (load, rate, _), rows in sorted(groups.items())
-    ]  # fmt: skip
+        _load(f"{load:g} in flight, {np.median([r[3] for r in rows]):g} tokens", rows, path)
+        for (load, _), rows in sorted(groups.items())
+    ]
 
 
 def _summaries(path: str | os.PathLike[str]) -> list[Load]:

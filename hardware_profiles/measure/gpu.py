@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from servegym._checks import real
 from servegym._files import write_csv, write_json, write_text
 from servegym.hardware_profiles.calibrate.kernel_tables import (
     LAYER_FILE,
@@ -46,6 +45,8 @@ from servegym.hardware_profiles.measure.timing import progress, repeat
 from servegym.hardware_profiles.model_config import ModelShape, model_shape
 
 Step = Callable[[], Any]
+REPEATS, SECONDS = 30, 0.5
+"""Most runs of a point, and the time after which it is not repeated any more."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +103,13 @@ class Clock:
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        repeats: Most runs of a point.
-        seconds: Time after which a point is not repeated any more.
-        memory_bytes: Most memory for the tensors of a point.
     """
 
-    def __init__(self, device: str, repeats: int, seconds: float, memory_bytes: float) -> None:
+    def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.repeats = repeats
-        self.seconds = seconds
-        self.memory_bytes = memory_bytes
+        self.memory_bytes = 0.8 * torch.cuda.mem_get_info()[0] if self.cuda else 2.0 * 2**30
         self.cache_bytes, self.device_name = 0, f"CPU {platform.machine()}"
         self.device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.cuda:
@@ -153,7 +149,7 @@ class Clock:
                 steps[turn % len(steps)]()
                 return time.perf_counter() - start
 
-            return float(repeat(once, repeats=self.repeats, seconds=self.seconds)[0])
+            return float(repeat(once, repeats=REPEATS, seconds=SECONDS)[0])
 
         def plain() -> None:
             for step in steps:
@@ -170,7 +166,7 @@ class Clock:
             end.synchronize()
             return 1e-3 * begin.elapsed_time(end) / len(steps)
 
-        return float(np.median(repeat(timed, repeats=self.repeats, seconds=self.seconds)))
+        return float(np.median(repeat(timed, repeats=REPEATS, seconds=SECONDS)))
 
     def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
         side = torch.cuda.Stream()
@@ -210,7 +206,7 @@ def _dense_steps(clock: Clock, shape: ModelShape) -> dict[str, Callable[[int], l
     """For every op of ``dense.csv``: tokens to the steps to time."""
     h, f, d = shape.hidden, shape.intermediate, shape.head_size
     norm_, rotate, activate = (clock.fused(op) for op in (_norm, _rotate, _activate))
-    size = torch.finfo(clock.dtype).bits // 8
+    size = clock.dtype.itemsize
 
     def linear(inner: int, outer: int) -> Callable[[int], list[Step]]:
         copies = clock.copies(size * inner * outer)
@@ -339,20 +335,13 @@ def _layer_steps(
 
 
 def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
-    """The grid without the longest contexts that the memory cap does not allow."""
-    size = torch.finfo(clock.dtype).bits // 8
-    weights = size * (2 * shape.vocabulary * shape.hidden + shape.parameters // shape.layers)
-    if weights > clock.memory_bytes:
-        raise ValueError(
-            f"memory-gb is {clock.memory_bytes / 2**30:.3g}; one layer, embedding and head take "
-            f"{weights / 2**30:.3g}"
-        )
-    token = 2 * size * shape.kv_heads * shape.head_size
+    """The grid without the longest contexts that memory does not allow."""
+    token = 2 * clock.dtype.itemsize * shape.kv_heads * shape.head_size
     most = clock.memory_bytes / (2 * token * grid.decodes[-1])
     contexts = tuple(x for x in grid.contexts if x <= most)
     if len(contexts) < 3:
         raise ValueError(
-            f"memory-gb is {clock.memory_bytes / 2**30:.3g}; the keys and values of "
+            f"memory: {clock.memory_bytes / 2**30:.3g} GiB are free; the keys and values of "
             f"{grid.decodes[-1]} sequences of {grid.contexts[2]} tokens need "
             f"{2 * token * grid.decodes[-1] * grid.contexts[2] / 2**30:.3g}"
         )
@@ -417,7 +406,7 @@ def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> in
 
 def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
     """Write what is measured, and refuse to go on with a folder of another device or model."""
-    size = torch.finfo(clock.dtype).bits // 8
+    size = clock.dtype.itemsize
     device = clock.device_name
     facts = shape.facts(size) | {
         "name": name,
@@ -464,24 +453,12 @@ def main(arguments: Sequence[str]) -> int:
     add("--model", required=True, help=f"shape: {', '.join(MODELS)}")
     add("--out", type=Path, help="folder of the tables (default: measured/MODEL)")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu is for trying it out")
-    add("--repeats", type=int, default=30, help="most runs of a point, after 3 for warming up")
-    add("--seconds", type=float, default=0.5, help="longest time for the runs of a point")
-    add("--memory-gb", type=float, help="most memory for tensors (default: 0.8 of what is free)")
     options = parser.parse_args(arguments)
     if options.model not in MODELS:
         raise ValueError(unknown_name("model", options.model, list(MODELS)))
-    if options.repeats < 1:
-        raise ValueError(f"repeats is {options.repeats}; it must be >= 1")
-    real("seconds", options.seconds, 0.0, open_low=True)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch finds no GPU; --device cpu tries it out")
-    if options.memory_gb is not None:
-        memory = real("memory-gb", options.memory_gb, 0.0, open_low=True) * 2**30
-    elif options.device == "cuda":
-        memory = 0.8 * torch.cuda.mem_get_info()[0]
-    else:
-        memory = 2.0 * 2**30
-    clock = Clock(options.device, options.repeats, options.seconds, memory)
+    clock = Clock(options.device)
     folder = options.out or Path("measured", options.model)
     count = measure_dense(options.model, folder, clock)
     print("decode attention over contiguous keys; element-wise operations "

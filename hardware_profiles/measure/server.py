@@ -1,17 +1,14 @@
 """Latencies of a running server that speaks OpenAI's protocol, at several loads.
 
 For every load (requests in flight) and prompt length a fixed number of streaming requests is sent,
-each worker sending its next one when the last has ended; or requests come at given rates, however
-many are in flight (``rates``). Loads and lengths take turns in a random order, as a machine whose
-speed drifts would otherwise be slow at one load and fast at another. Prompts are random words or
-token ids, different in every request, so that no prefix cache helps. Nothing but the standard
-library is used.
+each worker sending its next one when the last has ended. Loads and lengths take turns in a random
+order, as a machine's speed may drift. Prompts are random and all different, so that no prefix cache
+helps. Nothing but the standard library is used.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import http.client
 import json
 import math
@@ -20,8 +17,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from servegym.hardware_profiles.measure.timing import progress, whole_numbers
 
 COLUMNS = (
     "load",
-    "rate_rps",
     "prompt_words",
     "request",
     "started_s",
@@ -247,42 +244,11 @@ def _timed(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
     return row
 
 
-def _make(
-    numbers: Sequence[int],
-    make: Callable[[int], None],
-    load: int,
-    rate: float,
-    seed: str,
-    stop: float,
-) -> None:
-    """Make requests, ``load`` of them at a time, or at exponential gaps of ``rate`` without a load.
-
-    ``make`` makes one of ``numbers``, in a thread; what it raises ends the measurement. None is
-    made after ``stop``, a monotonic time.
-    """
-    gaps, at = random.Random(seed), time.monotonic()
-    pool = ThreadPoolExecutor(load or len(numbers))
-    futures: list[Future[None]] = []
-    try:
-        for number in numbers:
-            if not load:
-                at += gaps.expovariate(rate)
-                time.sleep(max(0.0, min(at, stop) - time.monotonic()))
-                # Raises at once what one has raised; `make` returns nothing.
-                futures = [one for one in futures if not one.done() or one.result()]
-            futures.append(pool.submit(make, number))
-        for one in as_completed(futures):  # a full disk must not pass unseen
-            one.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def measure(
     endpoint: Endpoint,
     out: str | os.PathLike[str],
     *,
     loads: Sequence[int] = (1, 2, 4, 8),
-    rates: Sequence[float] = (),
     prompt_words: Sequence[int] = (128,),
     requests: int = 16,
     seconds: float = 300.0,
@@ -294,63 +260,54 @@ def measure(
         endpoint: Where and how to ask.
         out: CSV file, one row a request.
         loads: Requests in flight.
-        rates: Requests/s of an open loop; its rows have load 0.
         prompt_words: Lengths of the prompts in words (about as many tokens), or in token ids.
-        requests: Requests a load or rate, and length.
+        requests: Requests a load and length.
         seconds: Time after which no further request is sent.
-        seed: Of the words, the gaps and the order.
+        seed: Of the words and the order.
 
     Raises:
         ValueError: For a bad argument, or if no request succeeds (with the first reason).
     """
-    cases = [(load, 0.0, words) for load in loads for words in prompt_words]
-    rates = [real("rates", rate, 0.0, open_low=True) for rate in rates]
-    cases += [(0, rate, words) for rate in rates for words in prompt_words]
+    cases = [(load, words) for load in loads for words in prompt_words]
     if requests < 1 or len(cases) * requests > MAX_REQUESTS:
         raise ValueError(
             f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
         )
     real("seconds", seconds, 0.0, open_low=True)
-    table = ResumableTable(out, COLUMNS, ("load", "rate_rps", "prompt_words", "request"))
+    table = ResumableTable(out, COLUMNS, COLUMNS[:3])
     stop = time.monotonic() + seconds
     # A table that is gone on with has times of an earlier clock: this one begins after them.
-    good = [row for row in table.rows.values() if not row["error"]]
+    good = {key: row for key, row in table.rows.items() if not row["error"]}
     began = time.perf_counter() - max(
-        (float(row["started_s"]) + float(row["e2e_s"]) + 1.0 for row in good), default=0.0
+        (float(row["started_s"]) + float(row["e2e_s"]) + 1.0 for row in good.values()), default=0.0
     )
-
-    def succeeded(*key: float) -> bool:
-        row = table.rows.get(tuple(map(str, key)))
-        return row is not None and not row["error"]
-
     turns = []
     for turn in range(ROUNDS):
         some = []
-        for case in cases:
-            parts = max(1, min(ROUNDS, requests // max(case[0], 1)))
-            if turn < parts:
-                some.append((case, range(turn, requests, parts)))
+        for load, words in cases:
+            parts = max(1, min(ROUNDS, requests // load))
+            numbers = range(turn, requests, parts) if turn < parts else ()
+            missing = [n for n in numbers if (str(load), str(words), str(n)) not in good]
+            some.append((load, words, missing))
         random.Random(f"{seed}/{turn}").shuffle(some)
-        turns += [(case, [i for i in numbers if not succeeded(*case, i)]) for case, numbers in some]
+        turns += some
     lock = threading.Lock()
-    with progress(sum(len(numbers) for _, numbers in turns), "server") as step:
+    with progress(sum(len(missing) for *_, missing in turns), "server") as step:
 
-        def make(case: tuple[int, float, int], number: int) -> None:
+        def make(load: int, words: int, number: int) -> None:
             if time.monotonic() >= stop:
                 return
-            load, rate, words = case
-            prompt = _prompt(words, f"{seed}/{load or rate}/{words}/{number}", endpoint.token_ids)
+            prompt = _prompt(words, f"{seed}/{load}/{words}/{number}", endpoint.token_ids)
+            key = {"load": load, "prompt_words": words, "request": number}
             started = time.perf_counter() - began
             times = _timed(endpoint, prompt)
-            key = {"load": load, "rate_rps": rate, "prompt_words": words, "request": number}
             with lock:
                 table.add({**key, "started_s": f"{started:.6f}", **times})
-                step(f"{load} in flight, {words} words" if load else f"{rate:g}/s, {words} words")
+                step(f"{load} in flight, {words} words")
 
-        for case, numbers in turns:
-            if numbers:
-                gaps = f"{seed}/{case[1]}/{numbers[0]}"
-                _make(numbers, functools.partial(make, case), case[0], case[1], gaps, stop)
+        for load, words, missing in turns:
+            with ThreadPoolExecutor(load) as pool:
+                list(pool.map(partial(make, load, words), missing))  # raises what one has raised
     table.sort()
     if not any(row["ttft_s"] for row in table.rows.values()):
         reason = next((row["error"] for row in table.rows.values()), "time was up")
@@ -358,9 +315,9 @@ def measure(
     return table
 
 
-def _own_seconds(rows: Sequence[Mapping[str, str]]) -> dict[tuple[float, ...], float]:
-    """Seconds that each load or rate and prompt length had to itself, over all its turns."""
-    seconds: dict[tuple[float, ...], float] = {}
+def _own_seconds(rows: Sequence[Mapping[str, str]]) -> dict[tuple[float, float], float]:
+    """Seconds that each load and prompt length had to itself, over all its turns."""
+    seconds: dict[tuple[float, float], float] = {}
     last, ended = None, 0.0
     for row in sorted(rows, key=lambda row: float(row["started_s"])):
         case, start = _case(row), float(row["started_s"])
@@ -371,44 +328,29 @@ def _own_seconds(rows: Sequence[Mapping[str, str]]) -> dict[tuple[float, ...], f
     return seconds
 
 
-def _case(row: Mapping[str, str]) -> tuple[float, ...]:
-    return tuple(float(row[key]) for key in ("load", "rate_rps", "prompt_words"))
+def _case(row: Mapping[str, str]) -> tuple[float, float]:
+    return float(row["load"]), float(row["prompt_words"])
 
 
 def _print(table: ResumableTable) -> None:
-    """Quantiles of TTFT and TPOT by load or rate and prompt length, and the throughput."""
+    """Quantiles of TTFT and TPOT by load and prompt length, and the throughput."""
     print(
         f"{'load':>7} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
         f"{'TPOT p50':>9} {'p90 ms':>9} {'tokens/s':>9}"
     )
-    groups: dict[tuple[float, ...], list[Mapping[str, str]]] = {}
+    groups: dict[tuple[float, float], list[Mapping[str, str]]] = {}
     for row in table.rows.values():
         groups.setdefault(_case(row), []).append(row)
     own = _own_seconds([row for row in table.rows.values() if row["ttft_s"]])
-    for (load, rate, words), rows in sorted(groups.items()):
+    for (load, words), rows in sorted(groups.items()):
         good = [row for row in rows if row["ttft_s"]]
-        shown = f"{load:g}" if load else f"{rate:g}/s"
-        line = f"{shown:>7} {words:6g} {len(rows):5d} {len(rows) - len(good):6d} "
+        line = f"{load:7g} {words:6g} {len(rows):5d} {len(rows) - len(good):6d} "
         for name in ("ttft_s", "tpot_s"):
             values = [float(row[name]) for row in good if math.isfinite(float(row[name]))]
             for q in (0.5, 0.9):
                 line += f"{1e3 * np.quantile(values, q) if values else math.nan:9.2f} "
-        span = own.get((load, rate, words), math.nan)
+        span = own.get((load, words), math.nan)
         print(f"{line}{sum(int(row['output_tokens']) for row in good) / span:9.1f}")
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}; give numbers such as 0.5,1,2") from None
-
-
-def _pair(text: str) -> tuple[int, int]:
-    numbers = whole_numbers("token-ids", text)
-    if len(numbers) != 2:
-        raise ValueError(f"token-ids is {text!r}; give two numbers such as 1000,2000")
-    return numbers[0], numbers[1]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -422,8 +364,6 @@ def main(arguments: Sequence[str]) -> int:
     add("--model", required=True, help="the model's name on the server")
     add("--api", default="completions", choices=tuple(APIS), help="completions or chat")
     add("--loads", default="1,2,4,8", help="requests in flight")
-    add("--rates", help="requests/s of an open loop, in place of --loads")
-    add("--token-ids", help="send prompts as token ids LOW,HIGH (HIGH excluded), not words")
     add("--prompt-words", default="128", help="prompt lengths in words")
     add("--output-tokens", type=int, default=64, help="tokens to generate")
     add("--requests", type=int, default=16, help="requests a load and length")
@@ -444,13 +384,11 @@ def main(arguments: Sequence[str]) -> int:
         options.output_tokens,
         options.timeout,
         key,
-        _pair(options.token_ids) if options.token_ids else None,
     )
     table = measure(
         endpoint,
         options.out,
-        loads=() if options.rates else whole_numbers("loads", options.loads),
-        rates=_numbers("rates", options.rates) if options.rates else (),
+        loads=whole_numbers("loads", options.loads),
         prompt_words=whole_numbers("prompt-words", options.prompt_words),
         requests=options.requests,
         seconds=options.seconds,

@@ -54,9 +54,6 @@ class ResumableTable:
     def __contains__(self, key: Sequence[Any]) -> bool:
         return tuple(str(value) for value in key) in self.rows
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row and force it to the disk."""
         values = {name: str(row[name]) for name in self.columns}

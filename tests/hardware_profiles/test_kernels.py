@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
     LogTable,
     MoeShape,
@@ -14,7 +13,6 @@ from servegym.hardware_profiles.kernels import (
     load_kernels,
     other_moe_shape,
 )
-from servegym.hardware_profiles.model_config import model_shape
 
 ROWS, OUT = np.array([1.0, 8.0, 64.0]), np.array([256.0, 1024.0])
 
@@ -95,18 +93,11 @@ def test_head_sizes_between_and_beyond_the_timed_ones():
         kernels.decode_attention_s(*at, 2048)
 
 
-def test_unknown_names():
-    with pytest.raises(ValueError, match="card: got 'l40ss'; did you mean 'l40s'"):
-        load_kernels("L40SS")
-    for other in ("h20", "b300"):
+def test_what_was_not_timed_is_refused():
+    for other in ("h20", "b300"):  # no misspellings of h200 and b200
         with pytest.raises(ValueError, match=rf"card: got '{other}' \(allowed"):
             load_kernels(other)
     with pytest.raises(ValueError, match="but ships as the profile 'a10-llama-3.1-8b'"):
         load_kernels("a10")
-    kernels = load_kernels("a100-80g")
-    with pytest.raises(ValueError, match="dtype: got 'fp8'; a100-80g was timed with bf16"):
-        Composer(kernels, model_shape("llama-3.1-8b"), dtype="fp8")
-    with pytest.raises(ValueError, match="no such mixture-of-experts kernel was timed on a100"):
-        kernels.moe_table(MoeShape(2880, 2880, 4, 32), "mxfp4")
     with pytest.raises(ValueError, match="at most 4 times"):
-        kernels.moe_table(MoeShape(512, 64, 1, 4), "bf16")
+        load_kernels("a100-80g").moe_table(MoeShape(512, 64, 1, 4), "bf16")

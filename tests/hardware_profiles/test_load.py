@@ -7,14 +7,10 @@ import numpy as np
 import pytest
 
 from servegym._files import read_json, write_json
-from servegym.hardware_profiles import (
-    Profile,
-    list_profiles,
-    load,
-    load_fleet,
-)
+from servegym.hardware_profiles import Profile, list_profiles, load, load_fleet
 from servegym.hardware_profiles.law import WARNED_PROFILES
 from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.schema import LINEAR_FIELDS
 
 RTX = "rtx4090-llama-3.1-8b"
 TABULATED = [name for name in list_profiles() if not name.startswith("paper-linear")]
@@ -31,16 +27,6 @@ def _lookup(grid, values, x):
 def _lookup_2d(rows, columns, values, r, c):
     along = np.array([_lookup(columns, line, c) for line in values])
     return _lookup(rows, along, r)
-
-
-@pytest.fixture
-def raw():
-    return load(RTX).to_dict()
-
-
-@pytest.fixture
-def raw_linear():
-    return load("paper-linear-01").to_dict()
 
 
 @pytest.mark.parametrize("name", list_profiles())
@@ -77,16 +63,11 @@ def test_interpolation_equals_numpy(name):
         assert min(dense, attention, decode, head) > 0
 
 
-def test_linear_law_identity(raw_linear):
+def test_linear_law_identity():
     base, k1, kb, k2 = 0.004, 7e-5, 3e-5, 2.5e-5
-    raw_linear["law"] = {
-        "kind": "linear",
-        "base_s": base,
-        "prefill_s_per_token": k1,
-        "decode_s_per_sequence": kb,
-        "decode_s_per_context_token": k2,
-    }
-    p, rng = Profile.from_dict(raw_linear), np.random.default_rng(0)
+    raw = load("paper-linear-01").to_dict()
+    raw["law"] = {"kind": "linear", **dict(zip(LINEAR_FIELDS, (base, k1, kb, k2), strict=True))}
+    p, rng = Profile.from_dict(raw), np.random.default_rng(0)
     for _ in range(200):
         tokens, b = int(rng.integers(1, 9000)), int(rng.integers(1, 60))
         total = int(rng.integers(b, 4000))
@@ -100,12 +81,9 @@ def test_linear_law_identity(raw_linear):
 def test_paper_linear_is_equations_13_and_14(index):
     p = load(f"paper-linear-{index:02d}")
     assert p.kind == "derived"
-    assert p.estimator.base_s == 0 and p.estimator.decode_s_per_sequence == 0
-    assert p.estimator.k1 == pytest.approx(7e-5, rel=0.05)
-    assert p.estimator.k2 == pytest.approx(2.5e-5, rel=0.05)
+    assert (p.estimator.k1, p.estimator.k2) == pytest.approx((7e-5, 2.5e-5), rel=0.05)
     assert p.prefill_s(100) == pytest.approx(p.estimator.k1 * 100, rel=1e-12)
     assert p.decode_s(5, 1000) == pytest.approx(p.estimator.k2 * 1000, rel=1e-9)
-    assert p.kv_capacity_tokens == load(RTX).kv_capacity_tokens
 
 
 def test_served_model_sets_the_kv_memory():
@@ -182,28 +160,19 @@ DAMAGE = [
     (("law", "dense_tokens", 0), 1.5, "must start at <= 1"),
     (("model", "kv_bytes_per_token"), 1000, "must be 2 x layers x kv_heads"),
     (("fit_error", "dense_random_third", "p90"), 9.0, "must not decrease"),
+    (("law", "base_s"), -1e-3, "at least 0"),
+    (("law", "decode_s_per_context_token"), 0.0, "take no time"),
 ]
 
 
 @pytest.mark.parametrize(("path", "value", "message"), DAMAGE)
-def test_bad_field_is_refused_with_file_field_and_reason(raw, path, value, message):
+def test_bad_field_is_refused_with_file_field_and_reason(path, value, message):
+    raw = load("paper-linear-01" if path[-1] in LINEAR_FIELDS and path[0] == "law" else RTX)
+    raw = raw.to_dict()
     _set(raw, path, value)
     with pytest.raises(ValueError, match=message) as caught:
         Profile.from_dict(raw, "bad.json")
     assert "bad.json" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("base_s", -1e-3, "at least 0"),
-        ("decode_s_per_context_token", 0.0, "take no time"),
-    ],
-)
-def test_bad_linear_law_is_refused(raw_linear, field, value, message):
-    raw_linear["law"][field] = value
-    with pytest.raises(ValueError, match=message):
-        Profile.from_dict(raw_linear)
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,7 @@ def test_a_table_goes_on_after_an_interruption(tmp_path):
     assert ("b", 16) in again and ("b", 2) in again and ("b", 32) not in again
     again.add({"name": "a", "n": 4, "time_us": 3})
     again.sort()
-    assert [(row["name"], row["n"]) for row in rows_of(path)] == [
-        ("a", "4"),
-        ("b", "2"),
-        ("b", "16"),
-    ]
+    assert [row["name"] + row["n"] for row in rows_of(path)] == ["a4", "b2", "b16"]
     assert [p.name for p in tmp_path.iterdir()] == ["t.csv"]
 
 
@@ -53,8 +49,6 @@ def test_a_table_of_something_else_is_refused(tmp_path):
 
 
 FIRST_S, NEXT_S = 0.05, 0.01
-
-
 WORD, DONE = b'data: {"choices": [{"text": "w"}]}\n\n', b"data: [DONE]\n\n"
 
 
@@ -79,14 +73,8 @@ class Handler(BaseHTTPRequestHandler):
                 return
             self.send_response(200)
             self.end_headers()
-            if server.mode == "garbage":
-                self.wfile.write(b"data: {not json\n\n")
-                return
             if isinstance(server.mode, bytes):
                 self.wfile.write(server.mode)
-                return
-            if server.mode == "cut":
-                self.wfile.write(b'data: {"choices": [{"text": "w "}]}\n\n')
                 return
             chat = "messages" in body
             for i in range(body["max_tokens"]):
@@ -160,8 +148,8 @@ def test_a_query_of_the_address_is_sent(server):
     ("mode", "words"),
     [
         ("error", "status 503"),
-        ("garbage", "not JSON"),
-        ("cut", "ended early"),
+        (b"data: {not json\n\n", "not JSON"),
+        (WORD, "ended early"),
         (3 * WORD + b'data: {"object": "error", "message": "engine st"}\n\n' + DONE, "engine st"),
         (3 * WORD + b'data: {"choices": [], "usage": 5}\n\n' + DONE, "not JSON of OpenAI"),
         (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE, "with 'stop'"),
@@ -227,7 +215,7 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch, capsys):
     time_by_memory_traffic(monkeypatch)
     folder = tmp_path / "tiny"
     arguments = ["gpu", "--model", "tiny", "--device", "cpu", "--out", str(folder)]
-    assert measure.main([*arguments, "--repeats", "3", "--seconds", "0.05"]) == 0
+    assert measure.main(arguments) == 0
     assert {row["layer"] for row in rows_of(folder / "dense.csv")} >= {"qkv_proj", "embedding"}
     settings = json.loads((folder / "calibrate.json").read_text())
     out = tmp_path / "profile.json"
@@ -242,11 +230,7 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch, capsys):
 
     # A whole layer moves the values that its parts move.
     layers = rows_of(folder / "layer.csv")
-    assert [tuple(row.values())[:3] for row in layers] == [
-        ("0", "1", "128"),
-        ("0", "16", "128"),
-        ("64", "0", "0"),
-    ]
+    assert [row["n_decode"] for row in layers] == ["1", "16", "0"]
     for row in layers:
         assert float(row["parts_us"]) == pytest.approx(float(row["layer_us"]), rel=0.05)
     assert "16 decodes of 128 tokens" in capsys.readouterr().out
@@ -270,7 +254,7 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch, capsys):
     (folder / "dense.csv").write_text("".join(lines[:-2]) + lines[-2][:5])
     from servegym.hardware_profiles.measure import gpu as measure_gpu
 
-    clock = measure_gpu.Clock("cpu", 3, 0.05, 2**31)
+    clock = measure_gpu.Clock("cpu")
     assert measure_gpu.measure_dense("tiny", folder, clock) == 2
     assert len(rows_of(folder / "dense.csv")) == len(lines) - 1
     (folder / "meta.yaml").write_text("gpu: another\n")
@@ -286,8 +270,6 @@ SERVER = ["server", "--model", "m", "--url"]
     ("words", "said"),
     [
         ([*GPU, "tinny"], "did you mean 'tiny'"),
-        ([*GPU, "tiny", "--seconds", "-1"], "seconds"),
-        ([*GPU, "tiny", "--memory-gb", "0.01"], "memory-gb is 0.01"),
         ([*SERVER, "127.0.0.1:8000"], "url"),
         ([*SERVER, "http://x/v1", "--requests", "1000000"], "requests"),
         ([*SERVER, "http://x/v1", "--api-key-env", "NOT_SET"], "NOT_SET"),
@@ -306,7 +288,7 @@ def test_bad_arguments_are_refused(tmp_path, monkeypatch, words, said):
 
 @pytest.mark.gpu
 def test_kernels_on_a_gpu(tmp_path):
-    arguments = ["gpu", "--model", "tiny", "--out", str(tmp_path / "dense"), "--repeats", "3"]
+    arguments = ["gpu", "--model", "tiny", "--out", str(tmp_path / "dense")]
     assert measure.main(arguments) == 0
     out = tmp_path / "p.json"
     assert calibrate.main([str(tmp_path / "dense"), "-o", str(out)]) == 0

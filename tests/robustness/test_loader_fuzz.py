@@ -31,7 +31,6 @@ from servegym.envs.workloads.traces import load_trace, read_requests
 from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.replay import REPLAYED as FIELDS
-from servegym.hardware_profiles.calibrate import check
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.measure.table import ResumableTable
 
@@ -117,16 +116,6 @@ BOARD = "point,policy,value,low,high,episodes\nrouting,random,0.5,0.4,0.6,20\n"
 CARD = "rtx4090-llama-3.1-8b"
 
 
-def _steps(folder: Path) -> Path:
-    profile = hardware_profiles.load(CARD)
-    rows = [
-        (0, 0, n, x, 1e6 * profile.decode_s(n, n * x)) for n in (1, 8, 64) for x in (64, 256, 512)
-    ]
-    with (folder / "steps.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows([check.COLUMNS, *rows])
-    return folder / "steps.csv"
-
-
 def _measured(path: Path) -> Any:
     return ResumableTable(path, ("op", "tokens", "time_us"), ("op", "tokens"))
 
@@ -160,7 +149,6 @@ LOADERS: dict[str, Loader] = {
     "leaderboard": Loader(
         _text("board.csv", BOARD), read_board, free=("low", "high", "nan", "inf")
     ),
-    "steps": Loader(_steps, lambda path: check.score(hardware_profiles.load(CARD), path)),
     "measured": Loader(
         _text("measured.csv", "op,tokens,time_us\nqkv,1,3.5\nqkv,2,4\n"),
         _measured,

@@ -7,9 +7,6 @@ its path; neither the wheel nor a row of it is kept::
     pip download --no-deps aiconfigurator-core==0.12.0
     python -m servegym.experiments.studies.fidelity.published_rows WHEEL
 
-Where that package is installed its own estimate of every row stands beside
-(`servegym.experiments.studies.fidelity.aiconfigurator`).
-
 Each row is replayed as it was measured: a number of requests for each of its concurrent clients,
 the next sent when one ends, and the front end's time before the first token. Most are of InferenceX
 (InferenceMAX), whose scripts send ten a client, draw the lengths and set the KV cache's format and
@@ -25,7 +22,6 @@ was fixed before anything was fitted (`FIT`): constants and intervals may look a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import io
 import math
@@ -43,16 +39,13 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym._files import csv_rows
 from servegym.envs.llm_routing import replay
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.studies.fidelity import aiconfigurator
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.compose import Z80, compose
+from servegym.hardware_profiles.compose import compose
 from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import plans_ahead, without_api
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
-
-__all__ = ["Row", "is_test", "main", "read_rows", "simulate", "summary", "why_not"]
+from servegym.hardware_profiles.schema import Z80
 
 OUT = Path("experiments", "results", "fidelity")
 TABLE = "aiconfigurator_core/systems/silicon_sample.csv"
@@ -312,19 +305,13 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
 
 
 def _measures(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Errors of some rows, ours and where known aiconfigurator-core's."""
+    """Errors of some rows."""
     line: dict[str, Any] = {"rows": len(some)}
-    compared = [one for one in some if "theirs" in one]
-    line["rows_aiconfigurator"] = len(compared)
-    for index, name in enumerate(("ttft", "tpot")):
+    for name in ("ttft", "tpot"):
         error = np.array([one[name] for one in some])
         line[f"{name}_median"] = round(float(np.median(error)), 4)
         line[f"{name}_mape"] = round(float(np.abs(error).mean()), 4)
         line[f"{name}_in_80"] = round(float(np.mean([one[f"{name}_in"] for one in some])), 3)
-        other = np.array([one["theirs"][index] for one in compared])
-        line[f"{name}_mape_aiconfigurator"] = (
-            round(float(np.abs(other).mean()), 4) if len(other) else ""
-        )
     return line
 
 
@@ -352,28 +339,8 @@ def summary(judged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(zip(names, key, strict=True)) | _measures(some) for key, some in lines]
 
 
-def _print(lines: Sequence[Mapping[str, Any]]) -> None:
-    names = [
-        f"{key}_{what}"
-        for key in ("ttft", "tpot")
-        for what in ("median", "mape", "in_80", "mape_aiconfigurator")
-    ]
-    columns = ["part", "card", "model", "version", "format", "TP", "engine", "rows"]
-    for key in ("TTFT", "TPOT"):
-        columns += [f"{key} {what}" for what in ("median", "MAPE", "in 80 %", "aiconfigurator")]
-    body = [
-        [str(v) for v in list(line.values())[:8]]
-        + [
-            "" if line[n] == "" else f"{100 * line[n]:{'+' if n.endswith('median') else ''}.1f} %"
-            for n in names
-        ]
-        for line in lines
-    ]
-    print_table("Simulated over measured, minus 1", columns, body)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: replay both parts, print the table and write it."""
+    """Command line: replay both parts and write the table."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.published_rows",
         description=(__doc__ or "").splitlines()[0],
@@ -384,23 +351,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     rows, others = read_rows(options.wheel)
     judged, left_out = results(rows)
-    with contextlib.suppress(ImportError):
-        for one in judged:
-            estimate = aiconfigurator.estimate(one["row"])
-            if estimate is not None:
-                measured = one["row"].ttft_s, one["row"].tpot_s
-                one["theirs"] = [e / m - 1.0 for e, m in zip(estimate, measured, strict=True)]
-    lines = summary(judged)
-    _print(lines)
-    for cause, count in [*others.items(), *left_out.items()]:
-        print(f"left out: {count} rows: {cause}")
     origin = provenance(
         shlex.join([*parser.prog.split(), *words]),
         packages=("aiconfigurator-core",),
         settings={"left_out_of_the_table": others, "left_out_of_the_rows": left_out},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    write_result(options.out / "published", lines, origin)
+    write_result(options.out / "published", summary(judged), origin)
     return 0
 
 

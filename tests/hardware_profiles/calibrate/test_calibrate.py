@@ -2,27 +2,21 @@
 
 import csv
 import json
-import shutil
 
 import numpy as np
 import pytest
 
-from servegym._files import read_json
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.build.derive import derive_cards, fleets, paper_linear
-from servegym.hardware_profiles.build.derive import main as derive_main
-from servegym.hardware_profiles.calibrate.calibrate import KernelOptions, calibrate_kernels, main
+from servegym.hardware_profiles.build.derive import derive_cards
+from servegym.hardware_profiles.calibrate.calibrate import calibrate_kernels, main
 from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS
-from servegym.hardware_profiles.load import data_path
 
 RTX = "rtx4090-llama-3.1-8b"
 KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"
-SERVER_RUN = "llmservingsim/bench/examples/RTX4090/Llama-3.1-8B/vllm"
 
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 512, 1024, 2048)
 GRID = (16, 64, 256, 1024)
 OPS = DENSE_OPS
-TEST = KernelOptions(name="test")
 
 
 def _write(path, header, rows):
@@ -52,25 +46,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _edit(path, line, **fields):
+def _edit(path, change):
+    """Write a table again with ``change`` made to every row, a dict of texts."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    rows[line - 2].update({key: str(value) for key, value in fields.items()})
+    for line, row in enumerate(rows, 2):
+        change(line, row)
     _write(path, list(rows[0]), [list(row.values()) for row in rows])
 
 
-def _scale(folder, factor):
-    """Let every kernel take ``factor`` times as long."""
-    for file in ("dense.csv", "attention.csv", "per_sequence.csv"):
-        with (folder / file).open(newline="") as handle:
-            rows = list(csv.DictReader(handle))
-        for row in rows:
-            row["time_us"] = float(row["time_us"]) * factor
-        _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
-
-
 def test_known_kernels_are_composed_exactly(folder):
-    p = calibrate_kernels(folder, TEST)
+    p = calibrate_kernels(folder, name="test")
     # 32 x (8 op runs, layernorm twice) + embedding + final layernorm = 258 runs.
     for t in (1, 7, 100, 2000, 5000):
         assert p.dense_s(t) == pytest.approx(258 * (40 + 0.25 * t) * 1e-6, rel=1e-5)
@@ -89,14 +75,13 @@ def test_known_kernels_are_composed_exactly(folder):
 
 def test_decodes_beside_a_chunk_get_their_own_table(folder):
     # Twice the decodes' part beside a chunk: measured rows say 8 + 0.1 c + 0.02 n k.
-    with (folder / "attention.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
+    def twice(_, row):
         c, k, n, x = (int(row[name]) for name in list(row)[:4])
         if c and n:
             row["time_us"] = 5 + 0.1 * c + 0.02 * k + 0.02 * n * x
-    _write(folder / "attention.csv", list(rows[0]), [list(row.values()) for row in rows])
-    p = calibrate_kernels(folder, TEST)
+
+    _edit(folder / "attention.csv", twice)
+    p = calibrate_kernels(folder, name="test")
     table = p.mixed_decode_attention_s()
     # n = 8 and 16 were not measured beside a chunk: extended from 1 and 4.
     for i, n in enumerate((1, 4, 8, 16)):
@@ -106,15 +91,11 @@ def test_decodes_beside_a_chunk_get_their_own_table(folder):
     expected = p.step_s([(256, 64)], 4, 4 * 1024)
     expected += 32e-6 * (0.02 * 4 * 1024 - 3 - 0.01 * 4 * 1024)
     assert p.mixed_step_s([(256, 64)], 4, 4 * 1024) == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match="at least one chunk and one"):
-        p.mixed_step_s([], 4, 100)
-    with pytest.raises(ValueError, match="at least one chunk and one"):
-        p.mixed_step_s([(16, 0)], 0, 0)
 
 
 def test_recorded_errors_and_tables_are_recomputed(measured):
     shipped = load(RTX)
-    again = calibrate_kernels(measured(KERNELS), KernelOptions())
+    again = calibrate_kernels(measured(KERNELS))
     assert _flat(again.fit_error) == pytest.approx(_flat(shipped.fit_error), rel=1e-3, abs=1e-6)
     assert again.law == shipped.law
     assert again.to_dict()["estimator"] == pytest.approx(shipped.to_dict()["estimator"], rel=1e-4)
@@ -126,39 +107,11 @@ def _flat(value, name=""):
     return {} if isinstance(value, str) else {name: value}
 
 
-def test_law_agrees_with_a_whole_server_run(measured):
-    """Pure decode seconds of a vLLM run on the card: running / throughput is one iteration."""
-    p = load(RTX)
-    assert json.loads(measured(SERVER_RUN, "meta.json").read_text())["kv_cache"][
-        "num_kv_tokens"
-    ] == (p.kv_capacity_tokens)
-    error = []
-    with measured(SERVER_RUN, "timeseries.csv").open() as file:
-        for row in csv.DictReader(file):
-            running, rate = int(row["running"]), float(row["gen_throughput"])
-            idle = float(row["prompt_throughput"]) == 0 and float(row["waiting"]) == 0
-            if idle and running >= 14 and rate > 0:
-                tokens = float(row["kv_cache_pct"]) / 100 * p.kv_capacity_tokens
-                error.append(p.decode_s(running, tokens) / (running / rate) - 1)
-    assert len(error) >= 10
-    assert abs(np.median(error)) < 0.07
-
-
 def test_derived_cards_are_recomputed(measured):
     for card, again in derive_cards(measured("vidur").parent, load(RTX)).items():
         shipped = load(f"{card}-llama-3.1-8b").to_dict()
         assert shipped.pop("step_error")  # from tables of the comparisons
         assert again.to_dict() == shipped
-
-
-def test_linear_profiles_and_fleets_are_as_shipped(tmp_path, capsys):
-    assert derive_main(["--out", str(tmp_path)]) == 0
-    for i in range(1, 13):
-        assert paper_linear(i).to_dict() == load(f"paper-linear-{i:02d}").to_dict()
-        assert (tmp_path / f"paper-linear-{i:02d}.json").is_file()
-    for name, fleet in fleets().items():
-        assert fleet == read_json(data_path(f"fleet-{name}.json"))
-    assert "paper-linear-12" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -172,36 +125,31 @@ def test_linear_profiles_and_fleets_are_as_shipped(tmp_path, capsys):
     ],
 )
 def test_bad_row_is_refused_with_file_line_and_field(folder, file, line, fields, message):
-    _edit(folder / file, line, **fields)
+    _edit(folder / file, lambda at, row: row.update(fields if at == line else {}))
     with pytest.raises(ValueError, match=message):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
 
 
 @pytest.mark.parametrize("file", ["dense.csv", "attention.csv", "per_sequence.csv"])
-def test_missing_column_and_file_are_refused(folder, file):
+def test_missing_columns_and_rows_are_refused(folder, file):
     path = folder / file
     text = path.read_text()
     path.write_text(text.replace("time_us", "time_ms", 1))
     with pytest.raises(ValueError, match=rf"{file}:1: field 'time_us': is missing \(found"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
     path.write_text("\n".join(text.splitlines()[:4]))
     with pytest.raises(ValueError, match=rf"{file}:4: .*only 3 rows; measure at least"):
-        calibrate_kernels(folder, TEST)
-    path.write_bytes(b"layer,\xff\xfe")
-    with pytest.raises(ValueError, match=rf"{file}: is not UTF-8 text"):
-        calibrate_kernels(folder, TEST)
-    path.unlink()
-    with pytest.raises(ValueError, match=rf"{file}: cannot be read"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
 
 
 @pytest.mark.parametrize(
     ("factor", "guess"), [(1e-3, "milliseconds or seconds"), (1e3, "nanoseconds")]
 )
 def test_wrong_units_are_refused(folder, factor, guess):
-    _scale(folder, factor)
+    for file in ("dense.csv", "attention.csv", "per_sequence.csv"):
+        _edit(folder / file, lambda _, row: row.update(time_us=float(row["time_us"]) * factor))
     with pytest.raises(ValueError, match=f"dense.csv.*look like {guess}: write microseconds"):
-        calibrate_kernels(folder, TEST)
+        calibrate_kernels(folder, name="test")
 
 
 @pytest.mark.parametrize(
@@ -209,33 +157,20 @@ def test_wrong_units_are_refused(folder, factor, guess):
     [("dense.csv", "tokens", "by tokens"), ("attention.csv", "kv_decode", "by kv_decode")],
 )
 def test_times_that_the_work_does_not_explain_are_refused(folder, file, column, label):
-    with (folder / file).open(newline="") as handle:
-        rows = list(csv.DictReader(handle))
-    for row in rows:
+    def longer_work_shorter_times(_, row):
         if int(row[column]):
-            row["time_us"] = 90.0 - 0.02 * int(row[column])  # longer work, shorter times
-    _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
+            row["time_us"] = 90.0 - 0.02 * int(row[column])
+
+    _edit(folder / file, longer_work_shorter_times)
     with pytest.raises(ValueError, match=rf"{file}: .*{label}: the size explains R² = 0.00"):
-        calibrate_kernels(folder, TEST)
-
-
-def test_fit_then_check(folder, tmp_path, capsys):
-    other = tmp_path / "other"
-    shutil.copytree(folder, other, ignore=shutil.ignore_patterns("other"))
-    _scale(other, 1.25)
-    out = tmp_path / "p.json"
-    assert main([str(folder), "-o", str(out), "--check", str(other)]) == 0
-    # Composed kernels are linear in their times, so a quarter more is a fifth less everywhere.
-    assert capsys.readouterr().out.count("mean -20.00 %, |error| median 20.00 %") == 2
-    assert main(["--profile", str(out), f"--check={folder}"]) == 0
-    assert capsys.readouterr().out.count("median 0.00 %") == 2
+        calibrate_kernels(folder, name="test")
 
 
 def test_arguments_win_over_those_in_the_folder(folder, tmp_path):
     out, file = tmp_path / "card.json", folder / "calibrate.json"
     facts = load(RTX).model | {"name": "mine"}
     (folder / "model.json").write_text(json.dumps(facts))
-    settings = {"--name": "a", "--model": "model.json", "--seed": 3, "--note": "of the folder"}
+    settings = {"--name": "a", "--model": "model.json", "--note": "of the folder"}
     file.write_text(json.dumps(settings))
     assert main([str(folder), "-o", str(out)]) == 0
     profile = load(out)

@@ -42,7 +42,7 @@ def served(profile, clients, prompt, rng, count=24, output=30):
         rows += list(zip(sent, times["ttft_s"], times["e2e_s"], strict=True))
         start = float(times["finish_s"].max()) + 0.01
     for k, (at, ttft, e2e) in enumerate(rows):
-        values = (clients, 0.0, prompt, k, f"{at:.6f}", f"{ttft:.6f}", "", f"{e2e:.6f}")
+        values = (clients, prompt, k, f"{at:.6f}", f"{ttft:.6f}", "", f"{e2e:.6f}")
         yield dict(zip(COLUMNS, (*values, prompt, output, "", ""), strict=True))
 
 
