@@ -1,10 +1,6 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
-from servegym.baselines.llm_routing import (
-    bandits,
-    greedy_qos,
-    heuristics,
-)
+from servegym.baselines.llm_routing import greedy_qos, heuristics
 from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
@@ -44,11 +40,6 @@ for _policy, _line, *_aliases in (
     ),
     (RouteBalance, "RouteBalance's weighted score of predicted quality, cost and latency"),
     (heuristics.AlwaysBest, "best train mean score, the next best while it is full"),
-    (
-        bandits.Thompson,
-        "linear bandit an expert: Thompson sampling from a train-split prior, learns when a "
-        "request ends",
-    ),
     (heuristics.DropAll, "control: drops every request"),
     (heuristics.AlwaysBusiest, "control: most requests; must lose"),
     (

@@ -45,7 +45,6 @@ class PerFleet(BasePolicy):
         sample = factory(system.of(features), **self._kwargs)
         self.name, self.clairvoyant = sample.name, sample.clairvoyant
         self.env_view, self.env_kwargs = sample.env_view, sample.env_kwargs
-        self.needs_outcomes = sample.needs_outcomes
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -80,15 +79,6 @@ class PerFleet(BasePolicy):
             mask = np.asarray(action_mask)[rows, : system.num_experts + 1]
             actions[rows] = inner.act(_without_padding(observation, rows, system), mask)
         return actions
-
-    def outcomes(self, ended: NDArray[Any]) -> None:
-        """See `Policy.outcomes`."""
-        for rows, inner in zip(self._groups, self._inner, strict=True):
-            part = ended[np.isin(ended["row"], rows)]
-            if inner is not None and len(part):
-                part = part.copy()
-                part["row"] -= rows[0]
-                inner.outcomes(part)
 
 
 def _without_padding(

@@ -444,18 +444,6 @@ class LatencyModel:
         limit = np.zeros(len(observation["request"]))
         return self.of(_inputs(observation), self.system.placed(observation), NO_CURVES, limit)
 
-    def __call__(self, observation: Observation, whole: bool = True) -> Estimate:
-        """`estimate` with gain and harm at the predicted lengths, where chances are 0 or 1.
-
-        ``whole`` is for the signature of `ExpectedQos`: all slots are needed.
-        """
-        estimate = self.estimate(observation)
-        limit = observation["latency_requirement"][:, :, None]
-        in_time = estimate.with_new <= limit
-        made_late = ((estimate.without <= limit) & ~in_time)[..., :-1] * estimate.scores[..., :-1]
-        gain = estimate.scores[..., -1] * in_time[..., -1]
-        return estimate._replace(gain=gain, harm=made_late.sum(-1))
-
     def of(
         self, obs: Inputs, placed: Placed, curves: Curves, limit: Floats, whole: bool = True
     ) -> Estimate:

@@ -73,7 +73,6 @@ SPACES: dict[str, dict[str, Range]] = {
         "latency_filter": [False, True],
         "fallback": ["relax", "drop"],
     },
-    "thompson": {"scale": (0.001, 2.0, True), "prior_weight": (1.0, 5000.0, True)},
 }
 """Parameters of LLM routing's rules that are searched; the other rules have none."""
 

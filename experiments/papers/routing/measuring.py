@@ -33,7 +33,7 @@ BASELINES = (
 """Compared in every table; round_robin, shortest_queue and bert_router are the paper's."""
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
-GRAPH_AGENTS = ("sac_han", "sac_rows", "cem", "rpi")
+GRAPH_AGENTS = ("sac_han", "sac_rows", "cem")
 
 LOADED = {"edge-6-heterogeneous": 8.0, "paper-linear": 5.0}
 """The rate at which a fleet is loaded but not lost."""

@@ -58,8 +58,8 @@ def test_finds_trainings_without_controls(trained):
     ]
     serve = {run.label: run.any_experts for run in found}
     assert serve == {"baseline_rl": False, "sac_han": True, f"sac_han{RETRAINED}": True}
-    shipped = routing_measuring.shipped_runs(("rpi", "sac_rows"))
-    assert {run.label for run in shipped} == {"rpi (shipped)", "sac_rows (shipped)"}
+    shipped = routing_measuring.shipped_runs(("sac_han", "sac_rows"))
+    assert {run.label for run in shipped} == {"sac_han (shipped)", "sac_rows (shipped)"}
     with pytest.raises(ValueError, match="routers"):
         routing_measuring.shipped_runs(("rip",))
     with pytest.raises(ValueError, match="checkpoints"):
@@ -106,7 +106,7 @@ def test_workload_figures(tmp_path):
 
 @pytest.mark.slow
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
-    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "sac_rows"]
     assert routing_episodes.main(argv) == 0
     for row in read_rows(tmp_path / "fig10_end_to_end.csv"):
         parts = sum(row[part] for part in routing_episodes.PARTS)
