@@ -5,7 +5,8 @@ episodes are the rollouts: when one has ended, what became of every request is p
 that sent it.
 
 Network, scaling and losses are those of `ppo`, which says more, for a Box with a row for each
-expert or replica. The weights that are evaluated and saved are an average (``--average``). ``python agents/ppo_requests.py --help`` lists the options.
+expert or replica. The weights that are evaluated and saved are an average (``--average``).
+``python agents/ppo_requests.py --help`` lists the options.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from servegym.baselines.llm_routing.system import NO_SCORE, RoutingSystem
+from servegym.baselines.llm_routing.system import NO_SCORE, RoutingSystem, TrainRequests
 
 RUNNING, WAITING = 5, 5
 OF_EXPERTS = "estimator prefill_s decode_s mean_score mean_output_tokens kv_capacity_tokens".split()
@@ -13,10 +13,13 @@ OF_EXPERTS = "estimator prefill_s decode_s mean_score mean_output_tokens kv_capa
 def linear_system(law, mean_score=None, mean_output_tokens=None, **kwargs):
     """A system of N experts with ``law`` (N, 4): base_s, k1, k2, seconds a sequence.
 
-    ``prefill_s(P) = base + k1 P`` and ``decode_s(b, T) = base + kb b + k2 T``.
+    ``prefill_s(P) = base + k1 P`` and ``decode_s(b, T) = base + kb b + k2 T``. Memory is no limit,
+    and unless ``train`` says more prompts have 50 tokens and nothing is predicted.
     """
     law = np.asarray(law, dtype=np.float64)
     base, k1, k2, kb = (law[:, k, None, None] for k in range(4))
+    known = TrainRequests(np.array([50.0]), *np.zeros((4, 1, len(law))))
+    kwargs = {"train": known, "kv_capacity_tokens": np.full(len(law), 1e6), **kwargs}
     batch, grid = np.arange(RUNNING + 1.0)[:, None], np.array([0.0, 8192.0])
     return RoutingSystem(
         experts=tuple(f"expert {n + 1}" for n in range(len(law))),
@@ -38,10 +41,9 @@ def linear_system(law, mean_score=None, mean_output_tokens=None, **kwargs):
 def permuted(system, order):
     """The same system with its experts in another order: new expert i is old ``order[i]``."""
     parts = {name: getattr(system, name) for name in OF_EXPERTS}
-    moved = {name: part[order] for name, part in parts.items() if part is not None}
-    if system.train is not None:
-        columns = {k: v if v.ndim == 1 else v[:, order] for k, v in vars(system.train).items()}
-        moved["train"] = dataclasses.replace(system.train, **columns)
+    moved = {name: part[order] for name, part in parts.items()}
+    columns = {k: v if v.ndim == 1 else v[:, order] for k, v in vars(system.train).items()}
+    moved["train"] = dataclasses.replace(system.train, **columns)
     return dataclasses.replace(system, experts=tuple(system.experts[n] for n in order), **moved)
 
 

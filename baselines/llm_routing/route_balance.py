@@ -108,11 +108,7 @@ class RouteBalance(RoutingPolicy):
         length = np.where(request[..., 2] > 0, request[..., 2], self.system.mean_output_tokens)
         length = np.maximum(length, 1.0)
         outstanding = experts[..., 1] + experts[..., 2]
-        if self.system.kv_capacity_tokens is None:
-            use = outstanding / self.system.running_capacity
-        else:
-            added = (request[..., 0] + length) / self.system.kv_capacity_tokens
-            use = experts[..., 0] + added
+        use = experts[..., 0] + (request[..., 0] + length) / self.system.kv_capacity_tokens
 
         passing = legal
         if self.latency_filter:

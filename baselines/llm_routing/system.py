@@ -55,7 +55,7 @@ class Library(NamedTuple):
         decode_s: (C, R + 1, X).
         mean_score: (K,).
         mean_output_tokens: (K,) train means.
-        train: The train split's requests with all K, or None.
+        train: The train split's requests with all K.
         predictors: Kinds of predictions; all models under the first one come first.
     """
 
@@ -66,7 +66,7 @@ class Library(NamedTuple):
     decode_s: Floats
     mean_score: Floats
     mean_output_tokens: Floats
-    train: TrainRequests | None
+    train: TrainRequests
     predictors: int = 1
 
 
@@ -125,7 +125,7 @@ class RoutingSystem(SystemDescription):
         scheduler: ``"orca"`` or ``"chunked_prefill"``.
         memory_policy: ``"reserve"`` or ``"paged"``.
         kv_capacity_tokens: (N,) tokens of KV cache.
-        train: The train split, or None if only its means are known.
+        train: The train split.
     """
 
     family = "llm_routing"
@@ -140,13 +140,13 @@ class RoutingSystem(SystemDescription):
     decode_s: Floats
     mean_score: Floats
     mean_output_tokens: Floats
+    kv_capacity_tokens: Floats
+    train: TrainRequests
     max_output_tokens: int = 300
     router_delay_s: float = 0.005
     transfer_s_per_token: float = 3.2e-5
     scheduler: str = "orca"
     memory_policy: str = "reserve"
-    kv_capacity_tokens: Floats | None = None
-    train: TrainRequests | None = None
 
     @property
     def num_experts(self) -> int:
@@ -157,15 +157,11 @@ class RoutingSystem(SystemDescription):
         """Requests that an expert's running slots and KV memory let run together on average, (N,).
 
         A request of the train split's mean prompt takes the longest answer besides where memory is
-        reserved, and half of the expert's mean answer where it is paged. R where the memory or the
-        train split is unknown.
+        reserved, and half of the expert's mean answer where it is paged.
         """
-        most = np.full(self.num_experts, self.running_capacity, dtype=np.int64)
-        if self.kv_capacity_tokens is None or self.train is None:
-            return most
         paged = self.memory_policy == "paged"
         sizes = self.mean_output_tokens, self.max_output_tokens, self.kv_capacity_tokens
-        return _fitting(self.train, paged, *sizes, most)
+        return _fitting(self.train, paged, *sizes, self.running_capacity)
 
     @cached_property
     def library(self) -> Library:
@@ -223,13 +219,13 @@ class RoutingSystem(SystemDescription):
             decode_s=decode,
             mean_score=scores,
             mean_output_tokens=lengths,
+            kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
+            train=train,
             max_output_tokens=problem.max_output_tokens,
             router_delay_s=float(cfg["router_delay_s"]),
             transfer_s_per_token=float(cfg["delay_s_per_token"]),
             scheduler=arguments.scheduler,
             memory_policy=arguments.memory_policy,
-            kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
-            train=train,
         )
 
 
@@ -333,7 +329,6 @@ class FleetSystem(RoutingSystem):
     def placed(self, observation: Observation) -> Placed:
         """See `RoutingSystem.placed`; the fleets are those of ``observation["fleet"]``."""
         fleet, train = observation["fleet"], self.library.train
-        assert train is not None
         there, running = fleet[..., 0] > 0, fleet[..., 4].astype(np.int64)
         card, model = (np.where(there, fleet[..., k], 0).astype(np.int64) for k in (1, 2))
         sizes = self.library.mean_output_tokens[model], self.max_output_tokens, fleet[..., 3]
@@ -344,7 +339,6 @@ class FleetSystem(RoutingSystem):
     def _describe(self, fleet: NDArray[Any]) -> RoutingSystem:
         card, column = fleet[:, 1].astype(np.intp), fleet[:, 2].astype(np.intp)
         running, library = int(fleet[0, 4]), self.library
-        assert library.train is not None
         train = TrainRequests(
             library.train.prompt_tokens,
             *(getattr(library.train, each.name)[:, column] for each in fields(TrainRequests)[1:]),

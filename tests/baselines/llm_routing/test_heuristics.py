@@ -21,7 +21,7 @@ LAWS = [
 MEANS = [0.50, 0.62, 0.55, 0.70, 0.66, 0.58]
 
 
-def make_system(num_experts=6, train=True):
+def make_system(num_experts=6):
     rng = np.random.default_rng(5)
     shape = (200, num_experts)
     lengths = rng.integers(1, 300, shape).astype(float)
@@ -31,9 +31,7 @@ def make_system(num_experts=6, train=True):
         mean_score=MEANS[:num_experts],
         train=TrainRequests(
             rng.integers(5, 400, 200).astype(float), scores, lengths, scores, lengths
-        )
-        if train
-        else None,
+        ),
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from servegym.baselines.llm_routing import latency
-from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, LengthModel
+from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, length_curves
 from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.registry import make_policy
 from servegym.hardware_profiles.interpolation import along
@@ -45,7 +45,7 @@ def test_survival_by_hand(monkeypatch):
     # Predicted 3: 2, 2, 4, 8 tokens; predicted 8: 10 tokens. Other rows count for next to nothing.
     system = system_of([[3], [3], [3], [3], [8]], [[2], [2], [4], [8], [10]])
     monkeypatch.setattr(latency, "POOLING", 1e12)
-    model = LengthModel(system)
+    model = length_curves(system)
     # One row in five of all weighs as one row of the bucket: shares of 4 + 1 rows.
     shares = {2: (2 + 0.4) / 5, 4: (1 + 0.2) / 5, 8: (1 + 0.2) / 5, 10: 0.2 / 5}
     mean = sum(length * share for length, share in shares.items())
@@ -62,7 +62,6 @@ def test_survival_by_hand(monkeypatch):
 @pytest.mark.parametrize("limit", [0.018, 0.024, 0.032])
 def test_expected_qos_is_the_sum_over_all_lengths(limit):
     exact = make_system()
-    assert exact.train is not None
     # Predictors err: any length under a prediction of 50, 150 or 250 tokens.
     rough = np.random.default_rng(3).choice([50.0, 150.0, 250.0], exact.train.output_tokens.shape)
     train = dataclasses.replace(exact.train, predicted_lengths=rough)
@@ -72,13 +71,13 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
     observation["running"][..., 4] = np.floor(observation["running"][..., 4])
     estimate = expected(observation)
     gain, harm, promised = estimate.gain, estimate.harm, estimate.held
-    seen = at_mean_lengths(expected.lengths, observation)
+    seen = at_mean_lengths(expected.curves, observation)
     wanted = estimates.estimate(seen).with_new  # from lengths in single precision
     np.testing.assert_allclose(estimate.with_new, wanted, rtol=1e-6)
 
     def chance(n, latency, predicted, mean, g, elapsed, decode):
-        bucket = np.searchsorted(expected.lengths.edges[n], predicted, side="right")
-        mass = -np.diff(expected.lengths.survival[n, bucket], prepend=1.0)
+        bucket = np.searchsorted(expected.curves.edges[n], predicted, side="right")
+        mass = -np.diff(expected.curves.survival[n, bucket], prepend=1.0)
         length = np.arange(mass.size)
         mass[length <= g] = 0.0
         if mass.sum() == 0.0:  # longer than all in training: one more token
