@@ -317,7 +317,7 @@ class FleetSystem(RoutingSystem):
 
         Args:
             fleet: (N, F) ``observation["fleet"]`` of one row, see
-                `servegym.envs.llm_routing.fleets.FLEET_FEATURES`.
+                `servegym.envs.llm_routing.fleets.FLEET_COLUMNS`.
         """
         key = fleet.tobytes()
         if key not in self._systems:

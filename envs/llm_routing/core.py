@@ -16,7 +16,7 @@ from servegym.envs._batch import Batch
 from servegym.envs._columns import Column, bounds
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import MEMORY_POLICIES, SCHEDULERS, Problem
-from servegym.envs.llm_routing.fleets import FLEET_FEATURES
+from servegym.envs.llm_routing.fleets import FLEET_COLUMNS
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.outcomes import outcomes_of
 from servegym.envs.workloads import make_arrivals
@@ -128,7 +128,7 @@ def observation_space(problem: Problem) -> spaces.Space:
     )
     named: dict[str, spaces.Space] = dict(zip(OBSERVATION_KEYS, boxes, strict=True))
     if problem.fleets is not None:
-        named["fleet"] = box(problem.fleets.largest_features(), n, len(FLEET_FEATURES))
+        named["fleet"] = columns(FLEET_COLUMNS, n)
     return spaces.Dict(named)
 
 
@@ -137,10 +137,9 @@ def sizes_of(problem: Problem) -> dict[str, float]:
     cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
     kv = max(p.kv_capacity_tokens for p in problem.profiles)
-    if problem.fleets is not None:
-        kv = problem.fleets.largest_features()[3]
     sizes = {"R": cap_r, "W": cap_w, "held": cap_r + cap_w, "kv": kv}
-    return sizes | {"longest": longest, "tokens": prompt + longest}
+    sizes |= {"longest": longest, "tokens": prompt + longest}
+    return sizes | (problem.fleets.sizes if problem.fleets is not None else {})
 
 
 class RoutingBatch(Batch):
@@ -191,7 +190,7 @@ class RoutingBatch(Batch):
             buffers = zip(OBSERVATION_KEYS, (*values, *flags[:2]), strict=True)
             parts: dict[str, np.ndarray] = dict(buffers)
             if problem.fleets is not None:
-                parts["fleet"] = np.zeros((num_rows, n, len(FLEET_FEATURES)), dtype=np.float32)
+                parts["fleet"] = np.zeros((num_rows, n, len(FLEET_COLUMNS)), dtype=np.float32)
             self.observation = dict(sorted(parts.items()))  # the order of the space
         else:
             self.observation = values[0]

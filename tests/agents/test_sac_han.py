@@ -11,7 +11,6 @@ from servegym.baselines.llm_routing.latency import Curves, ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data
 
-from ..routing_systems import moved, permuted
 from .runs import lines, tiny
 
 both = pytest.mark.parametrize("agent", [sac_han, sac_rows])
@@ -300,27 +299,6 @@ def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
         torch.testing.assert_close(experts.view(5, 4, -1)[i], out["expert"], atol=1e-5, rtol=0)
         seen += len(theirs)
     assert seen == len(index)
-
-
-def test_permuting_experts_permutes_policy_and_values(random_obs):
-    order, system = np.array([2, 0, 3, 1]), a_system()
-    agent = an_agent(sac_han)
-    other = sac_han.Agent("features", True, permuted(system, order))
-    other.load_state_dict(agent.state_dict())
-    obs = random_obs(3)
-    mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
-    there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
-    with torch.no_grad():
-        states = (
-            agent.encode(tensor_rows(agent, obs)),
-            other.encode(tensor_rows(other, moved(obs, order))),
-        )
-        one, two = agent.qf1(states[0]), other.qf1(states[1])
-        assert (one[..., 1:] - one[..., 1:].mean(-1, keepdim=True)).abs().amax((1, 2)).min() > 1e-3
-        policies = (agent.log_policy(states[0], mask, 0.1), other.log_policy(states[1], there, 0.1))
-        for a, b in (policies, (one, two)):
-            torch.testing.assert_close(a[..., 1:][..., order], b[..., 1:], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(a[..., 0], b[..., 0], atol=1e-5, rtol=1e-5)
 
 
 @both
