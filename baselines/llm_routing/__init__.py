@@ -1,7 +1,6 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
 from servegym.baselines.llm_routing import greedy_qos, heuristics
-from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
@@ -53,6 +52,4 @@ for _policy, _line, *_aliases in (
         _line,
         clairvoyant=_policy.clairvoyant,
         aliases=tuple(_aliases),
-        # A policy that takes the environment meets all of its fleets there.
-        wrapper=None if _policy.needs_env or _policy.any_fleet else per_fleet,
     )

@@ -83,8 +83,10 @@ class GreedyQos(RoutingPolicy):
     def charge(self, observation: Observation) -> NDArray[np.float64]:
         """(B, N) price of a second of each expert's time."""
         experts = np.asarray(observation["experts"], dtype=np.float64)
-        load = (experts[..., 1] + experts[..., 2]) / self.system.running_capacity
-        fleet = load.mean(axis=1, keepdims=True)
+        placed = self.system.placed(observation)
+        slots = np.maximum(placed.running_capacity, 1)[:, None]
+        load = (experts[..., 1] + experts[..., 2]) / slots
+        fleet = load.sum(1, keepdims=True) / (placed.card >= 0).sum(1, keepdims=True).clip(1)
         load = (1 - self.share) * load + self.share * fleet
         return self.price * load**self.power
 
@@ -140,7 +142,7 @@ class ExpectedQosGreedy(RoutingPolicy):
     home; ``servegym tune expected_qos`` finds the ones of another system.
 
     Args:
-        system: The system; a `FleetSystem` too.
+        system: The system.
         price_half: Score that a request's worth of a full expert's time costs at rho = 1/2.
         price_full: The same at rho = 1.
         power_half: How late the price rises with the load at rho = 1/2.
@@ -153,7 +155,6 @@ class ExpectedQosGreedy(RoutingPolicy):
     """
 
     name = "expected_qos"
-    any_fleet = True
 
     def __init__(
         self,

@@ -22,8 +22,6 @@ class RoutingPolicy(BasePolicy):
 
     env_view = "graph"
     system: RoutingSystem
-    any_fleet = False
-    """Whether it serves drawn fleets itself, as `FleetSystem` describes them."""
 
 
 def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:
@@ -115,7 +113,8 @@ class TokenJsq(RotatingPolicy):
     def cost(self, observation: Observation) -> Floats:
         """Tokens left (B, N)."""
         work = np.zeros(observation["experts"].shape[:2])
-        mean = self.system.mean_output_tokens[:, None]
+        model = self.system.placed(observation).model
+        mean = self.system.library.mean_output_tokens[model][..., None]
         for queue in ("running", "waiting"):
             rows = np.asarray(observation[queue], dtype=np.float64)
             length = np.where(rows[..., 2] > 0, rows[..., 2], mean)
@@ -140,7 +139,8 @@ class BertRouter(RoutingPolicy):
         """See `Policy.act`."""
         # Scores are bucket centres, so equal ones are common; the mean only orders those.
         score = observation["request"][..., 1].astype(np.float64)
-        return pick(-(score + 1e-6 * self.system.mean_score), action_mask)
+        mean = self.system.library.mean_score[self.system.placed(observation).model]
+        return pick(-(score + 1e-6 * mean), action_mask)
 
 
 class AlwaysBest(RoutingPolicy):
@@ -150,8 +150,8 @@ class AlwaysBest(RoutingPolicy):
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
         """See `Policy.act`."""
-        shape = observation["experts"].shape[:2]
-        return pick(np.broadcast_to(-self.system.mean_score, shape), action_mask)
+        model = self.system.placed(observation).model
+        return pick(-self.system.library.mean_score[model], action_mask)
 
 
 class AlwaysBusiest(RoutingPolicy):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from servegym._checks import whole
-from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
 from servegym.baselines.llm_routing.heuristics import RoutingPolicy
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -32,8 +31,8 @@ class Rollout(RolloutPolicy, RoutingPolicy):
     batch = RoutingBatch
 
     def __init__(self, system: RoutingSystem, *, horizon: int = 100) -> None:
-        rules = (per_fleet(PricedGreedy, system) for _ in range(2))
-        super().__init__(system, whole("horizon", horizon, 0), *rules)
+        rule = PricedGreedy(system)
+        super().__init__(system, whole("horizon", horizon, 0), rule, rule)
 
     def problem_of(self, env: Any) -> Any:
         """The same problem with the other reward: the dynamics do not depend on it."""

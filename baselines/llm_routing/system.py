@@ -97,7 +97,6 @@ def _fitting(
     return np.clip((kv / tokens).astype(np.int64), 1, most)
 
 
-FLEETS_HELD = 64  # descriptions that a `FleetSystem` keeps
 NO_SCORE = 0.5
 """What a score is taken to be by who knows nothing of it: the middle of its range."""
 
@@ -179,6 +178,10 @@ class RoutingSystem(SystemDescription):
         """The parts of `library` that the experts of a batch of observations are made of."""
         batch = len(observation["request"])
         return Placed(*(part.repeat(batch, 0) for part in self._placed))
+
+    def kv_tokens(self, observation: Observation) -> Floats:
+        """KV tokens of the experts of a batch of observations, (B, N) or (1, N)."""
+        return self.kv_capacity_tokens[None]
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:
@@ -266,14 +269,11 @@ def coefficients(estimators: Sequence[Any]) -> Floats:
 class FleetSystem(RoutingSystem):
     """What is known of systems with ``fleet="random"`` or a setting, before a fleet is seen.
 
-    It has the sizes that observations are padded to, and describes the system of each fleet by
-    what ``observation["fleet"]`` shows of it (`of`). Other fields of `RoutingSystem` are refused.
+    It has the sizes that observations are padded to and a library of all that experts are made of;
+    ``observation["fleet"]`` shows of what each is. Other fields of `RoutingSystem` are refused.
 
     Args:
         problem: A routing problem with `Problem.fleets`.
-
-    Attributes:
-        fixed: Whether all episodes have the same fleet.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -287,7 +287,6 @@ class FleetSystem(RoutingSystem):
             "max_output_tokens": problem.max_output_tokens,
             "router_delay_s": float(cfg["router_delay_s"]),
             "transfer_s_per_token": float(cfg["delay_s_per_token"]),
-            "fixed": problem.fleets.setting is not None,
             "library": Library(
                 coefficients([p.estimator for p in problem.profiles]),
                 *laws([p.tables() for p in problem.profiles], problem.arguments.running_capacity),
@@ -296,9 +295,6 @@ class FleetSystem(RoutingSystem):
                 train,
                 len(problem.fleets.predictors),
             ),
-            "_cards": tuple(p.name for p in problem.profiles),
-            "_models": problem.models,
-            "_systems": {},
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -312,20 +308,6 @@ class FleetSystem(RoutingSystem):
             )
         raise AttributeError(name)
 
-    def of(self, fleet: NDArray[Any]) -> RoutingSystem:
-        """The system that a fleet's row of the observation shows.
-
-        Args:
-            fleet: (N, F) ``observation["fleet"]`` of one row, see
-                `servegym.envs.llm_routing.fleets.FLEET_COLUMNS`.
-        """
-        key = fleet.tobytes()
-        if key not in self._systems:
-            if len(self._systems) >= FLEETS_HELD:
-                self._systems.pop(next(iter(self._systems)))
-            self._systems[key] = self._describe(fleet[fleet[:, 0] > 0])
-        return self._systems[key]
-
     def placed(self, observation: Observation) -> Placed:
         """See `RoutingSystem.placed`; the fleets are those of ``observation["fleet"]``."""
         fleet, train = observation["fleet"], self.library.train
@@ -336,32 +318,6 @@ class FleetSystem(RoutingSystem):
         chunked = np.asarray((fleet[..., 6] > 0).any(-1), dtype=np.int64)
         return Placed(np.where(there, card, -1), model, limit, chunked, running.max(-1))
 
-    def _describe(self, fleet: NDArray[Any]) -> RoutingSystem:
-        card, column = fleet[:, 1].astype(np.intp), fleet[:, 2].astype(np.intp)
-        running, library = int(fleet[0, 4]), self.library
-        train = TrainRequests(
-            library.train.prompt_tokens,
-            *(getattr(library.train, each.name)[:, column] for each in fields(TrainRequests)[1:]),
-        )
-        return RoutingSystem(
-            experts=tuple(
-                f"{self._cards[c]}:{self._models[m % len(self._models)]}"
-                for c, m in zip(card, column, strict=True)
-            ),
-            running_capacity=running,
-            waiting_capacity=int(fleet[0, 5]),
-            estimator=library.estimator[card],
-            prefill_tokens=library.prefill_tokens,
-            prefill_s=library.prefill_s[card],
-            context_tokens=library.context_tokens,
-            decode_s=library.decode_s[card, : running + 1],
-            mean_score=train.scores.mean(axis=0),
-            mean_output_tokens=train.output_tokens.mean(axis=0),
-            max_output_tokens=self.max_output_tokens,
-            router_delay_s=self.router_delay_s,
-            transfer_s_per_token=self.transfer_s_per_token,
-            scheduler="chunked_prefill" if fleet[0, 6] else "orca",
-            memory_policy="paged" if fleet[0, 7] else "reserve",
-            kv_capacity_tokens=fleet[:, 3].astype(np.float64),
-            train=train,
-        )
+    def kv_tokens(self, observation: Observation) -> Floats:
+        """See `RoutingSystem.kv_tokens`."""
+        return np.maximum(observation["fleet"][..., 3], 1.0).astype(np.float64)

@@ -9,7 +9,9 @@ from servegym.agents.lib.environments import make_envs
 from servegym.baselines.llm_routing import features
 from servegym.baselines.llm_routing.latency import Curves, ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs.llm_routing.config import setting_problem
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data
+from servegym.envs.llm_routing.kernel import layout
 
 from .runs import lines, tiny
 
@@ -316,7 +318,8 @@ def test_one_set_of_weights_reads_drawn_fleets_as_each_alone(agent):
     with torch.no_grad():
         whole = together.qf1(together.encode(tensor_rows(together, obs)))
     for row in range(4):
-        system = drawn.of(obs["fleet"][row])
+        setting = envs.unwrapped.batch.fleets[row]
+        system = RoutingSystem.from_problem(setting_problem(setting, view=layout.GRAPH))
         count, slots = system.num_experts, (system.running_capacity, system.waiting_capacity)
         own = {key: value[row : row + 1] for key, value in obs.items() if key != "fleet"}
         for key in ("experts", "request", "running", "waiting", "running_mask", "waiting_mask"):

@@ -50,7 +50,8 @@ def test_a_batch_of_drawn_fleets_is_estimated_as_each_fleet_alone():
     seen = {key: np.array(value) for key, value in batch.observation.items()}
     together, load = LatencyModel(drawn).estimate(seen), ExpectedQos(drawn).fleet(seen)
     for row in range(rows):
-        system = drawn.of(seen["fleet"][row])
+        problem = setting_problem(batch.fleets[row], view=layout.GRAPH)
+        system = RoutingSystem.from_problem(problem)
         count = system.num_experts
         own = {key: value[row : row + 1] for key, value in seen.items()}
         whole = ("load", "latency_requirement")
