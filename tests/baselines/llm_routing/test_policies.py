@@ -19,7 +19,8 @@ HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "r
 
 
 def make_envs(num_envs=8, **kwargs):
-    kwargs = {"split": "val", "episode_requests": 400, "rate": 5.0, **kwargs}
+    usual = {"split": "val", "episode_requests": 400} | ({} if "fleet" in kwargs else {"rate": 5.0})
+    kwargs = usual | kwargs
     return gymnasium.make_vec(
         ID, num_envs=num_envs, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED, **kwargs
     )
@@ -36,6 +37,7 @@ def episodes(envs, policy, seed=50, watch=None):
     while not done.any():
         mask = info["action_mask"]
         action = policy.act(observation, mask)
+        assert mask[np.arange(len(action)), action].all()
         if watch is not None:
             watch(observation, mask, action)
         observation, reward, done, _, info = envs.step(action)
@@ -111,6 +113,22 @@ def test_the_order_of_the_heuristics():
     best, second, *rest = sorted(at_8.values(), reverse=True)
     assert (best, second) == (at_8["expected_qos"], at_8["priced_greedy"])
     assert second > max(rest) + 0.02
+
+
+@pytest.mark.parametrize("name", [*HONEST, "rollout"])
+def test_every_policy_plays_drawn_fleets(name):
+    rollout = name == "rollout"
+    envs = make_envs(5, fleet="random", episode_requests=12 if rollout else 40)
+    system = RoutingSystem.from_env(envs)
+    policy = make_policy(name, system, **({"horizon": 2} if rollout else {}))
+    assert (episodes(envs, policy, seed=3)["avg_qos"] > 0).any() == (name != "drop_all")
+
+
+def test_what_only_a_system_has_is_refused_before_a_fleet_is_seen():
+    system = RoutingSystem.from_env(make_envs(1, fleet="random"))
+    assert (system.num_experts, system.running_capacity) == (16, 64)
+    with pytest.raises(ValueError, match="estimator"):
+        _ = system.estimator
 
 
 def test_without_predictions_nothing_is_known_of_scores_and_lengths():
