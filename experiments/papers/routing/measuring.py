@@ -96,7 +96,7 @@ class Options(study.Options):
 
 
 def find_runs(folder: Path) -> list[TrainedRun]:
-    """The trainings below a folder: every folder with a checkpoint, without controls.
+    """The trainings below a folder: every folder with a checkpoint.
 
     Their labels say the agent and what is unusual about the training's environment: its number of
     experts, a range of requirements L, or predictions that it did without.
@@ -109,7 +109,7 @@ def find_runs(folder: Path) -> list[TrainedRun]:
     from servegym.agents import load_policy
 
     files = [*folder.rglob("best.safetensors"), *folder.rglob("last.safetensors")]
-    runs = sorted({path.parent for path in files if "shuffled" not in path.parent.name})
+    runs = sorted({path.parent for path in files})
     return [
         _trained(policy.name + _unusual(policy.training_env), policy, False)
         for policy in map(load_policy, runs)
