@@ -18,11 +18,8 @@ for _policy, _line, *_aliases in (
         "fewest requests, waiting and running; rotating ties",
         "shortest_queue",
     ),
-    (heuristics.ShortestWaiting, "fewest waiting requests; rotating ties"),
-    (heuristics.LeastMemory, "least share of KV memory in use; rotating ties"),
     (heuristics.PowerOfTwo, "of two random experts the one with fewer requests"),
     (heuristics.VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)"),
-    (heuristics.TokenJsq, "fewest tokens of predicted work left; rotating ties"),
     (
         heuristics.BertRouter,
         "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
@@ -40,7 +37,6 @@ for _policy, _line, *_aliases in (
     (RouteBalance, "RouteBalance's weighted score of predicted quality, cost and latency"),
     (heuristics.AlwaysBest, "best train mean score, the next best while it is full"),
     (heuristics.DropAll, "control: drops every request"),
-    (heuristics.AlwaysBusiest, "control: most requests; must lose"),
     (
         Rollout,
         "clairvoyant: every action simulated on a copy of the true state, then priced_greedy",
