@@ -48,13 +48,15 @@ class Library(NamedTuple):
     """What experts are made of: laws of C cards, and answers of K models as predicted.
 
     Attributes:
-        estimator: (C, 4), see `RoutingSystem`.
-        prefill_tokens: (G,).
-        prefill_s: (C, G).
-        context_tokens: (X,).
-        decode_s: (C, R + 1, X).
-        mean_score: (K,).
-        mean_output_tokens: (K,) train means.
+        estimator: (C, 4) of the linear law: base_s, seconds per prefill token (k1), seconds per
+            context token of a decode (k2), seconds per sequence of a decode.
+        prefill_tokens: Grid (G,) of `prefill_s`.
+        prefill_s: (C, G) seconds of a prefill iteration of so many prompt tokens.
+        context_tokens: Grid (X,) of `decode_s`, mean context of the sequences.
+        decode_s: (C, R + 1, X) seconds of a decode iteration with b = 0..R sequences.
+        mean_score: (K,) train means of the score; `NO_SCORE` each where nothing predicts scores.
+        mean_output_tokens: (K,) train means of the output length; half of ``max_output_tokens``
+            each where nothing predicts lengths.
         train: The train split's requests with all K.
         predictors: Kinds of predictions; all models under the first one come first.
     """
@@ -109,22 +111,13 @@ class RoutingSystem(SystemDescription):
         experts: Names (N,), for messages.
         running_capacity: R, running slots of an expert.
         waiting_capacity: W, places in its waiting queue.
-        estimator: (N, 4) of the linear law: base_s, seconds per prefill token (k1), seconds per
-            context token of a decode (k2), seconds per sequence of a decode.
-        prefill_tokens: Grid (G,) of `prefill_s`.
-        prefill_s: (N, G) seconds of a prefill iteration of so many prompt tokens.
-        context_tokens: Grid (X,) of `decode_s`, mean context of the sequences.
-        decode_s: (N, R + 1, X) seconds of a decode iteration with b = 0..R sequences.
-        mean_score: (N,) train mean of the score; `NO_SCORE` each where nothing predicts scores.
-        mean_output_tokens: (N,) train mean of the output length; half of ``max_output_tokens``
-            each where nothing predicts lengths.
+        library: The laws and answers of the experts, each one's own.
+        kv_capacity_tokens: (N,) tokens of KV cache.
         max_output_tokens: No output is longer.
         router_delay_s: Constant network and routing delay.
         transfer_s_per_token: Transfer time of a prompt token.
         scheduler: ``"orca"`` or ``"chunked_prefill"``.
         memory_policy: ``"reserve"`` or ``"paged"``.
-        kv_capacity_tokens: (N,) tokens of KV cache.
-        train: The train split.
     """
 
     family = "llm_routing"
@@ -132,15 +125,8 @@ class RoutingSystem(SystemDescription):
     experts: tuple[str, ...]
     running_capacity: int
     waiting_capacity: int
-    estimator: Floats
-    prefill_tokens: Floats
-    prefill_s: Floats
-    context_tokens: Floats
-    decode_s: Floats
-    mean_score: Floats
-    mean_output_tokens: Floats
+    library: Library
     kv_capacity_tokens: Floats
-    train: TrainRequests
     max_output_tokens: int = 300
     router_delay_s: float = 0.005
     transfer_s_per_token: float = 3.2e-5
@@ -152,6 +138,16 @@ class RoutingSystem(SystemDescription):
         """N."""
         return len(self.experts)
 
+    @property
+    def mean_score(self) -> Floats:
+        """(N,), see `Library`."""
+        return self.library.mean_score
+
+    @property
+    def mean_output_tokens(self) -> Floats:
+        """(N,), see `Library`."""
+        return self.library.mean_output_tokens
+
     def batch_limit(self) -> NDArray[np.int64]:
         """Requests that an expert's running slots and KV memory let run together on average, (N,).
 
@@ -160,12 +156,7 @@ class RoutingSystem(SystemDescription):
         """
         paged = self.memory_policy == "paged"
         sizes = self.mean_output_tokens, self.max_output_tokens, self.kv_capacity_tokens
-        return _fitting(self.train, paged, *sizes, self.running_capacity)
-
-    @cached_property
-    def library(self) -> Library:
-        """The laws and answers of the experts, each one's own."""
-        return Library(**{name: getattr(self, name) for name in Library._fields[:-1]})
+        return _fitting(self.library.train, paged, *sizes, self.running_capacity)
 
     @cached_property
     def _placed(self) -> Placed:
@@ -198,38 +189,40 @@ class RoutingSystem(SystemDescription):
         """
         if problem.fleets is not None:
             return FleetSystem(problem)
-        arguments = problem.arguments
-        slots = arguments.running_capacity
-        cfg = problem.cfg[0]
-        train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
-        tokens, prefill, contexts, decode = laws([p.tables() for p in problem.profiles], slots)
-        scores, lengths = train.scores.mean(axis=0), train.output_tokens.mean(axis=0)
+        arguments, cfg, library = problem.arguments, problem.cfg[0], _library(problem)
         if arguments.score_predictor == "zero":
-            scores = np.full_like(scores, NO_SCORE)
+            library = library._replace(mean_score=np.full_like(library.mean_score, NO_SCORE))
         if arguments.length_predictor == "zero":
-            lengths = np.full_like(lengths, problem.max_output_tokens / 2)
+            half = np.full_like(library.mean_output_tokens, problem.max_output_tokens / 2)
+            library = library._replace(mean_output_tokens=half)
         return cls(
             experts=tuple(
                 f"{profile.name}:{model}"
                 for profile, model in zip(problem.profiles, problem.models, strict=True)
             ),
-            running_capacity=slots,
+            running_capacity=arguments.running_capacity,
             waiting_capacity=arguments.waiting_capacity,
-            estimator=coefficients([profile.estimator for profile in problem.profiles]),
-            prefill_tokens=tokens,
-            prefill_s=prefill,
-            context_tokens=contexts,
-            decode_s=decode,
-            mean_score=scores,
-            mean_output_tokens=lengths,
+            library=library,
             kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
-            train=train,
             max_output_tokens=problem.max_output_tokens,
             router_delay_s=float(cfg["router_delay_s"]),
             transfer_s_per_token=float(cfg["delay_s_per_token"]),
             scheduler=arguments.scheduler,
             memory_policy=arguments.memory_policy,
         )
+
+
+def _library(problem: Problem, predictors: int = 1) -> Library:
+    """What the experts of a problem are made of."""
+    train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
+    return Library(
+        coefficients([p.estimator for p in problem.profiles]),
+        *laws([p.tables() for p in problem.profiles], problem.arguments.running_capacity),
+        train.scores.mean(axis=0),
+        train.output_tokens.mean(axis=0),
+        train,
+        predictors,
+    )
 
 
 def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats, Floats, Floats]:
@@ -279,7 +272,6 @@ class FleetSystem(RoutingSystem):
     def __init__(self, problem: Problem) -> None:
         assert problem.fleets is not None
         cfg = problem.cfg[0]
-        train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
         values = {
             "experts": tuple(f"expert {n + 1}" for n in range(problem.num_experts)),
             "running_capacity": problem.arguments.running_capacity,
@@ -287,20 +279,16 @@ class FleetSystem(RoutingSystem):
             "max_output_tokens": problem.max_output_tokens,
             "router_delay_s": float(cfg["router_delay_s"]),
             "transfer_s_per_token": float(cfg["delay_s_per_token"]),
-            "library": Library(
-                coefficients([p.estimator for p in problem.profiles]),
-                *laws([p.tables() for p in problem.profiles], problem.arguments.running_capacity),
-                train.scores.mean(axis=0),
-                train.output_tokens.mean(axis=0),
-                train,
-                len(problem.fleets.predictors),
-            ),
+            "library": _library(problem, len(problem.fleets.predictors)),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    mean_score = property(lambda self: self.__getattr__("mean_score"))
+    mean_output_tokens = property(lambda self: self.__getattr__("mean_output_tokens"))
+
     def __getattr__(self, name: str) -> Any:
-        if name in {field.name for field in fields(RoutingSystem)}:
+        if name.startswith("mean_") or name in {field.name for field in fields(RoutingSystem)}:
             raise ValueError(
                 f"system.{name} is known once a fleet is: fleets are drawn for each episode, and "
                 "this policy is made for one system. Take one setting by arguments, or a policy "

@@ -62,10 +62,11 @@ def test_survival_by_hand(monkeypatch):
 @pytest.mark.parametrize("limit", [0.018, 0.024, 0.032])
 def test_expected_qos_is_the_sum_over_all_lengths(limit):
     exact = make_system()
+    library = exact.library
     # Predictors err: any length under a prediction of 50, 150 or 250 tokens.
-    rough = np.random.default_rng(3).choice([50.0, 150.0, 250.0], exact.train.output_tokens.shape)
-    train = dataclasses.replace(exact.train, predicted_lengths=rough)
-    system = dataclasses.replace(exact, train=train)
+    rough = np.random.default_rng(3).choice([50.0, 150.0, 250.0], library.train.output_tokens.shape)
+    train = dataclasses.replace(library.train, predicted_lengths=rough)
+    system = dataclasses.replace(exact, library=library._replace(train=train))
     expected, estimates = ExpectedQos(system), LatencyModel(system, overrun=0.0)
     observation, _ = make_observation(np.random.default_rng(8), 4, limit=limit)
     observation["running"][..., 4] = np.floor(observation["running"][..., 4])
@@ -93,8 +94,9 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
             held += int((observation["waiting_mask"][b, n]).sum())
             prompt, score, predicted = (float(x) for x in observation["request"][b, n])
             mean = float(seen["request"][b, n, 2])
+            by_load = library.decode_s[n]
             decode = [
-                along(system.context_tokens, system.decode_s[n, min(k, 5)], [prompt + mean / 2])[0]
+                along(library.context_tokens, by_load[min(k, 5)], [prompt + mean / 2])[0]
                 for k in (held, held + 1)
             ]
             late = estimate.with_new[b, n]

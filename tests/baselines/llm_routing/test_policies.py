@@ -60,16 +60,18 @@ def test_the_system_is_that_of_the_environment_and_of_the_train_split_only():
         make_envs(2, num_experts=4, running_capacity=3, waiting_capacity=2, split="eval")
     )
     assert np.array_equal(system.mean_score, other.mean_score)
-    assert np.array_equal(system.train.scores, other.train.scores)
+    assert np.array_equal(system.library.train.scores, other.library.train.scores)
     named = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    assert named.experts == system.experts and np.array_equal(named.decode_s, system.decode_s)
+    library = system.library
+    assert named.experts == system.experts
+    assert np.array_equal(named.library.decode_s, library.decode_s)
     with pytest.raises(ValueError, match="Did you mean 'rate'"):
         RoutingSystem.from_kwargs(ratee=3)
     for n, profile in enumerate(problem.profiles):
         t = profile.tables()
         # Exact at the tables' own points, wherever they lie on the common grid.
         dense = t.dense_s[[0, -1]] + t.head_s[0]
-        own = np.interp(t.dense_tokens[[0, -1]], system.prefill_tokens, system.prefill_s[n])
+        own = np.interp(t.dense_tokens[[0, -1]], library.prefill_tokens, library.prefill_s[n])
         chunk = np.interp(t.dense_tokens[[0, -1]], t.chunk_tokens, t.chunk_attention_s[:, 0])
         assert np.allclose(own, dense + chunk, rtol=1e-6)
     with pytest.raises(ValueError, match="routing environment"):
@@ -127,8 +129,8 @@ def test_every_policy_plays_drawn_fleets(name):
 def test_what_only_a_system_has_is_refused_before_a_fleet_is_seen():
     system = RoutingSystem.from_env(make_envs(1, fleet="random"))
     assert (system.num_experts, system.running_capacity) == (16, 64)
-    with pytest.raises(ValueError, match="estimator"):
-        _ = system.estimator
+    with pytest.raises(ValueError, match="mean_score"):
+        _ = system.mean_score
 
 
 def test_without_predictions_nothing_is_known_of_scores_and_lengths():
