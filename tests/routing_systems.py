@@ -1,13 +1,10 @@
-"""Routing systems by hand, what is seen of them at random, and experts in another order."""
-
-import dataclasses
+"""Routing systems by hand, and what is seen of them at random."""
 
 import numpy as np
 
 from servegym.baselines.llm_routing.system import NO_SCORE, Library, RoutingSystem, TrainRequests
 
 RUNNING, WAITING = 5, 5
-OF_EXPERTS = "estimator prefill_s decode_s mean_score mean_output_tokens".split()
 
 
 def linear_system(law, mean_score=None, mean_output_tokens=None, train=None, **kwargs):
@@ -33,16 +30,6 @@ def linear_system(law, mean_score=None, mean_output_tokens=None, train=None, **k
     )
     experts = tuple(f"expert {n + 1}" for n in range(len(law)))
     return RoutingSystem(experts, RUNNING, WAITING, library, **kwargs)
-
-
-def permuted(system, order):
-    """The same system with its experts in another order: new expert i is old ``order[i]``."""
-    library, kv = system.library, system.kv_capacity_tokens[order]
-    moved = {name: getattr(library, name)[order] for name in OF_EXPERTS}
-    columns = {k: v if v.ndim == 1 else v[:, order] for k, v in vars(library.train).items()}
-    moved["train"] = dataclasses.replace(library.train, **columns)
-    experts, library = tuple(system.experts[n] for n in order), library._replace(**moved)
-    return dataclasses.replace(system, experts=experts, library=library, kv_capacity_tokens=kv)
 
 
 def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0, slots=(5, 5)):
@@ -79,9 +66,3 @@ def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0, 
     observation["running"], observation["running_mask"] = rows(running, most, True)
     observation["waiting"], observation["waiting_mask"] = rows(waiting, queued, False)
     return observation, mask
-
-
-def moved(observation, order):
-    """The observation with its experts in another order."""
-    whole = ("latency_requirement", "load")
-    return {key: part if key in whole else part[:, order] for key, part in observation.items()}
