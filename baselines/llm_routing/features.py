@@ -60,7 +60,7 @@ class Facts:
     def estimate(self) -> Estimate:
         """What the estimator says of sending the arrived request to each expert."""
         obs = with_mean_scores(self.obs, self.model.system)
-        return self.model(obs, whole=self.whole)
+        return self.model.estimate(obs, whole=self.whole)
 
     @cached_property
     def fleet(self) -> FleetLoad:

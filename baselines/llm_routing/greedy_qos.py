@@ -178,7 +178,7 @@ class ExpectedQosGreedy(RoutingPolicy):
         """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
         limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
-        estimate = self.expected(observation, self.margin, whole=False)
+        estimate = self.expected.estimate(observation, self.margin, whole=False)
         fleet = self.expected.fleet(observation)
         own = fleet.outstanding / np.maximum(fleet.batch, 1)
         numbers = self.price, self.power, self.share

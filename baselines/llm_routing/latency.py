@@ -39,7 +39,7 @@ FEW = 32
 class Estimate(NamedTuple):
     """Predictions for S = R + W + 1 slots, running, waiting, and the new request last; of experts.
 
-    The last three are of `ExpectedQos`; `LatencyModel.estimate` leaves them 0.
+    The last three are of `ExpectedQos`, and 0 without its curves.
 
     Attributes:
         without: (B, N, S) latency per token (s) if the new request goes elsewhere; NaN = no
@@ -429,8 +429,11 @@ class LatencyModel:
         ValueError: If ``overrun`` is negative.
 
     Attributes:
+        curves: Distributions of lengths; none here, as predicted lengths come true.
         laws: The laws of the system, as the compiled estimate reads them.
     """
+
+    curves = NO_CURVES
 
     def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
         compile_kernels()
@@ -446,18 +449,17 @@ class LatencyModel:
         )
         self.laws = Laws._make(map(_array, floats))
 
-    def estimate(self, observation: Observation) -> Estimate:
-        """Predict the latency per token of all requests with and without the new one."""
-        limit = np.zeros(len(observation["request"]))
-        return self.of(_inputs(observation), self.system.placed(observation), NO_CURVES, limit)
-
-    def of(
-        self, obs: Inputs, placed: Placed, curves: Curves, limit: Floats, whole: bool = True
+    def estimate(
+        self, observation: Observation, margin: float = 1.0, whole: bool = True
     ) -> Estimate:
-        """`estimate` at the mean lengths of the curves, and by them the effects within L (B,).
+        """Predict the latency per token of all requests with and without the new one.
 
-        Unless ``whole``, the arrays of all slots are empty, (B, N, 0).
+        Args:
+            observation: The batched Dict observation.
+            margin: Share of the latency requirement that answers may use, see `ExpectedQos`.
+            whole: Whether the estimate is to have all slots; else their arrays are (B, N, 0).
         """
+        obs, placed = _inputs(observation), self.system.placed(observation)
         batch, experts, slots, _ = obs.running.shape
         shape = batch, experts
         if shape != placed.card.shape:
@@ -474,7 +476,8 @@ class LatencyModel:
             ]
             np.concatenate([*masked, obs.request[..., 1, None]], axis=-1, out=scores)
         out = Estimate(np.empty(every), np.empty(every), scores, *np.empty((7, *shape)))
-        _estimate(obs, self.laws, placed, curves, self.overrun, limit, whole, out)
+        limit = _array(margin * np.asarray(observation["latency_requirement"], np.float64)[:, 0])
+        _estimate(obs, self.laws, placed, self.curves, self.overrun, limit, whole, out)
         return out
 
     def within(self, limit: Floats, placed: Placed) -> tuple[Floats, Floats, Floats]:
@@ -570,7 +573,7 @@ class FleetLoad(NamedTuple):
     rate: Floats
 
 
-class ExpectedQos:
+class ExpectedQos(LatencyModel):
     """What a new request adds to the expected QoS of the requests at each expert.
 
     The estimate gives when a request ends if it has its mean length. Of that time, each token left
@@ -581,28 +584,14 @@ class ExpectedQos:
     """
 
     def __init__(self, system: RoutingSystem) -> None:
-        self.system, self.curves = system, length_curves(system)
-        self.model = LatencyModel(system, overrun=0.0)
-
-    def __call__(
-        self, observation: Observation, margin: float = 1.0, whole: bool = True
-    ) -> Estimate:
-        """Expected QoS of the new request, of the others, and what it costs them.
-
-        Args:
-            observation: The batched Dict observation.
-            margin: Share of the latency requirement that answers may use.
-            whole: Whether the estimate is to have all slots.
-        """
-        limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)[:, 0]
-        obs, placed = _inputs(observation), self.system.placed(observation)
-        return self.model.of(obs, placed, self.curves, _array(limit), whole)
+        super().__init__(system, overrun=0.0)
+        self.curves = length_curves(system)
 
     def fleet(self, observation: Observation) -> FleetLoad:
         """How busy a fleet is, in what it serves within L."""
         limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
         placed = self.system.placed(observation)
-        batch, served, lone_s = self.model.within(limit[:, 0], placed)
+        batch, served, lone_s = self.within(limit[:, 0], placed)
         exists = placed.card >= 0
         able = exists & (lone_s <= limit)
         able |= exists & ~able.any(1, keepdims=True)

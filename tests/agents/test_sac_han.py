@@ -34,7 +34,7 @@ def tensor_rows(net, obs):
 def test_rows_hold_what_the_estimator_says(random_obs):
     obs = random_obs(6, 4, 3, 2, seed=5)
     model = ExpectedQos(a_system())
-    estimate = model(obs)
+    estimate = model.estimate(obs)
     gain, harm, held = estimate.gain, estimate.harm, estimate.held
     rows, expected_held, _ = features.node_rows(features.Facts(obs, model, whole=True))
     of_experts = rows[:, : features.ARRIVED + 4 * features.EXPERT]

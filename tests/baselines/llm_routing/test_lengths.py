@@ -70,7 +70,7 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
     expected, estimates = ExpectedQos(system), LatencyModel(system, overrun=0.0)
     observation, _ = make_observation(np.random.default_rng(8), 4, limit=limit)
     observation["running"][..., 4] = np.floor(observation["running"][..., 4])
-    estimate = expected(observation)
+    estimate = expected.estimate(observation)
     gain, harm, promised = estimate.gain, estimate.harm, estimate.held
     seen = at_mean_lengths(expected.curves, observation)
     wanted = estimates.estimate(seen).with_new  # from lengths in single precision
@@ -126,7 +126,7 @@ def test_the_rule_asks_a_price_that_follows_the_arrival_rate(rate):
     policy = make_policy("expected_qos", system, price_half=0.2, price_full=0.8, power_half=3.0)
     policy.reset(64)
     expected = ExpectedQos(system)
-    estimate = expected(observation)
+    estimate = expected.estimate(observation)
     batch, served, _ = LatencyModel(system).within(np.full(64, 0.03), system.placed(observation))
     rho = np.clip(rate / served[0].sum(), 0.2, 2.0)
     assert expected.fleet(observation).rate == pytest.approx(rate / served[0].sum(), rel=1e-5)
