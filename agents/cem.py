@@ -110,7 +110,7 @@ class Task:
     defaults: dict[str, int]  # of the numbers in `Args` that are 0
     spread: float  # standard deviation of every weight at first
     widened: float  # standard deviation that each generation adds at first
-    logged, paid = ("charts/avg_qos", "eval/avg_qos"), 2
+    logged = "charts/avg_qos", "eval/avg_qos"
     Batch: Any = RoutingBatch
     System: Any = RoutingSystem
 
@@ -232,7 +232,7 @@ class DrawnFleets(Task):
 class DrawnSettings(Task):
     """Any replicas that cache prefixes, valued by the same index."""
 
-    name, paid, spread, widened = "prefix_search", 1, 0.4, 0.03
+    name, spread, widened = "prefix_search", 0.4, 0.03
     logged = "charts/attainment", "eval/attainment"
     defaults = {"total_timesteps": 16_000_000, "population": 40, "worlds": 63, "episodes": 9}
     defaults |= {"eval_every": 2_000_000, "eval_worlds": 14, "eval_episodes": 4}
@@ -294,7 +294,7 @@ def play(
     while not ended:
         action = choose(scores(weights, batch.observation), batch.action_mask)
         ended = batch.step(action, every)
-        paid += batch.out[:, : task.paid].sum(1)
+        paid += batch.out[:, :-1].sum(1)
     requests = problem.arguments.episode_requests
     return paid.reshape(len(population), count) / requests, rows * requests
 
