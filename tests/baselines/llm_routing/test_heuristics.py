@@ -35,15 +35,11 @@ def make_system(num_experts=6):
     )
 
 
-def names(*, env=False):
-    """Registered names without aliases; those that need an environment only on request."""
-    return [i.name for i in list_policies() if i.alias_of is None and (env or i.name != "rollout")]
-
-
+NAMES = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
 RANDOM = ("random", "power_of_two")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NAMES)
 def test_masks_are_respected_and_full_rows_drop(name):
     policy = make_policy(name, make_system())
     policy.reset(64, 3)
@@ -65,7 +61,7 @@ def test_masks_are_respected_and_full_rows_drop(name):
         policy.feedback(rng.random(64))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NAMES)
 def test_same_seed_same_actions_and_reset_forgets(name):
     policy, again = (make_policy(name, make_system()) for _ in range(2))
     histories = []
@@ -83,7 +79,7 @@ def test_same_seed_same_actions_and_reset_forgets(name):
     assert np.array_equal(histories[0], histories[2])
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n not in RANDOM])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in RANDOM])
 def test_rows_do_not_influence_each_other(name):
     rng = np.random.default_rng(4)
     together = make_policy(name, make_system())
