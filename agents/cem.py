@@ -46,7 +46,7 @@ from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.prefix_routing import features as prefix_features
 from servegym.baselines.prefix_routing.drawn_settings import problem_of, setting_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.baselines.protocol import VALIDATION, BasePolicy
+from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.kernel import layout
@@ -107,10 +107,10 @@ class Task:
     """What a router is searched for: where it plays and what it reads."""
 
     name: str
-    defaults: tuple[int, ...]  # of the numbers in `Args`
+    defaults: dict[str, int]  # of the numbers in `Args` that are 0
     spread: float  # standard deviation of every weight at first
     widened: float  # standard deviation that each generation adds at first
-    logged, paid = ("charts/avg_qos", "eval/avg_qos"), 2
+    logged = "charts/avg_qos", "eval/avg_qos"
     Batch: Any = RoutingBatch
     System: Any = RoutingSystem
 
@@ -143,7 +143,8 @@ class OneFleet(Task):
     """One fleet, whose experts have weights of their own."""
 
     name, spread, widened = "direct_search", 1.0, 0.06
-    defaults = (12_000_000, 64, 8, 8, 1_200_000, 3, 8)
+    defaults = {"total_timesteps": 12_000_000, "population": 64, "worlds": 8, "episodes": 8}
+    defaults |= {"eval_every": 1_200_000, "eval_worlds": 3, "eval_episodes": 8}
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -181,7 +182,8 @@ class DrawnFleets(Task):
     """Any fleet, whose experts are valued by the same index."""
 
     name, spread, widened = "fleet_search", 0.2, 0.02
-    defaults = (3_840_000, 40, 64, 16, 960_000, 24, 4)
+    defaults = {"total_timesteps": 3_840_000, "population": 40, "worlds": 64, "episodes": 16}
+    defaults |= {"eval_every": 960_000, "eval_worlds": 24, "eval_episodes": 4}
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -230,9 +232,10 @@ class DrawnFleets(Task):
 class DrawnSettings(Task):
     """Any replicas that cache prefixes, valued by the same index."""
 
-    name, paid, spread, widened = "prefix_search", 1, 0.4, 0.03
+    name, spread, widened = "prefix_search", 0.4, 0.03
     logged = "charts/attainment", "eval/attainment"
-    defaults = (16_000_000, 40, 63, 9, 2_000_000, 14, 4)
+    defaults = {"total_timesteps": 16_000_000, "population": 40, "worlds": 63, "episodes": 9}
+    defaults |= {"eval_every": 2_000_000, "eval_worlds": 14, "eval_episodes": 4}
     Batch, System = PrefixBatch, PrefixSystem
 
     def problem(self, stream: int) -> Any:
@@ -291,7 +294,7 @@ def play(
     while not ended:
         action = choose(scores(weights, batch.observation), batch.action_mask)
         ended = batch.step(action, every)
-        paid += batch.out[:, : task.paid].sum(1)
+        paid += batch.out[:, :-1].sum(1)
     requests = problem.arguments.episode_requests
     return paid.reshape(len(population), count) / requests, rows * requests
 
@@ -316,21 +319,6 @@ class Agent(nn.Module):
         self.register_buffer("weights", torch.as_tensor(weights, dtype=torch.float32))
 
 
-class Router(BasePolicy):
-    """The router of one system."""
-
-    env_view = "graph"
-
-    def __init__(self, system: Any, task: Task, agent: Agent) -> None:
-        self.name, self.scores, self.agent = task.name, task.scores(system), agent
-
-    def act(self, observation: Any, action_mask: Any) -> NDArray[np.int64]:
-        """The best legal action of every observation."""
-        mask = np.asarray(action_mask)
-        weights = self.agent.weights.numpy()[None].repeat(len(mask), 0)
-        return choose(self.scores(weights, observation), mask)
-
-
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
@@ -343,8 +331,13 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
         raise ValueError(f"made for {experts} experts, got {system.num_experts}")
     agent = Agent(first, fixed)
     agent.load_state_dict(weights)
-    router = Router(system, task, agent)
-    return CheckpointPolicy(task.name, "graph", args, agent, router.act, task.env_kwargs)
+    scores = task.scores(system)
+
+    def act(observation: Any, action_mask: NDArray[Any]) -> NDArray[np.int64]:
+        repeated = agent.weights.numpy()[None].repeat(len(action_mask), 0)
+        return choose(scores(repeated, observation), action_mask)
+
+    return CheckpointPolicy(task.name, "graph", args, agent, act, task.env_kwargs)
 
 
 def complete(args: Args, task: Task) -> Args:
@@ -353,15 +346,9 @@ def complete(args: Args, task: Task) -> Args:
     Raises:
         ValueError: If one is out of range, by name.
     """
-    names = (
-        "total_timesteps population worlds episodes eval_every eval_worlds eval_episodes".split()
-    )
-    usual = dict(zip(names, task.defaults, strict=True))
-    args = replace(args, **{name: getattr(args, name) or usual[name] for name in names})
-    for name in names:
-        at_least(name, getattr(args, name), int(2 / ELITE) if name == "population" else 1)
-    if args.episodes > args.worlds:
-        raise ValueError(f"episodes is {args.episodes}; allowed is up to worlds, {args.worlds}")
+    args = replace(args, **{k: getattr(args, k) or usual for k, usual in task.defaults.items()})
+    at_least("population", args.population, int(2 / ELITE))
+    at_least("episodes", args.episodes, 1, args.worlds)
     return args
 
 
@@ -408,10 +395,8 @@ def train(args: Args) -> Path:
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
             log.phase = "evaluating"
-            means = {at: float(paid.mean()) for at, (paid, _) in workers(play, jobs)}
-            result = {f"{task.logged[1]}_{k}": means[k] for k in range(len(jobs))}
-            result[task.logged[1]] = score = float(np.mean(list(result.values())))
-            metrics |= result
+            means = {at: paid.mean() for at, (paid, _) in workers(play, jobs)}
+            metrics[task.logged[1]] = score = float(np.mean([means[k] for k in sorted(means)]))
             log.say_score(step, task.logged[1].partition("/")[2], score)
             best = checkpoint.save_best_and_last(write, args, log.run, score, best)
         log.write(step, metrics)

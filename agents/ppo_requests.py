@@ -4,8 +4,9 @@ Rewards of the routing ids come when requests end, hundreds of decisions later a
 episodes are the rollouts: when one has ended, what became of every request is paid at the decision
 that sent it.
 
-Network, scaling and losses are those of `ppo`, which says more. The weights that are evaluated and
-saved are an average (``--average``). ``python agents/ppo_requests.py --help`` lists the options.
+Network, scaling and losses are those of `ppo`, which says more, for a Box with a row for each
+expert or replica. The weights that are evaluated and saved are an average (``--average``).
+``python agents/ppo_requests.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from servegym.agents.lib.arguments import Positive, PositiveShare, RunArgs, Shar
 from servegym.agents.lib.evaluation import Validation
 from servegym.agents.lib.run_log import RunLog, evaluation_due, saves_when_interrupted
 from servegym.envs._outcomes import OutcomeReader
-from servegym.envs.families import find_family
+from servegym.envs.families import Family, find_family
 
 ROUTING = {"rate": 8.0, "reward": "completed_qos"}
 """Arguments of the ids of LLM routing; ``--set`` changes them and adds others."""
@@ -41,7 +42,7 @@ class Args(RunArgs):
     """Command line of the agent."""
 
     env_id: str = "servegym/LLMRoutingSummary-v3"
-    """an environment with one Box and Discrete actions"""
+    """an environment whose Box has a row for each expert or replica"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     total_timesteps: int = 250_000
@@ -86,12 +87,6 @@ def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     return linear
 
 
-def mlp(inputs: int, width: int, outputs: int, std: float) -> nn.Sequential:
-    """The usual two hidden layers; ``std`` is that of the last weights."""
-    first, second, last = layer(inputs, width), layer(width, width), layer(width, outputs, std)
-    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
-
-
 class Moments(nn.Module):
     """Running mean and variance of the last axis, by which inputs are scaled."""
 
@@ -117,61 +112,52 @@ class Moments(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic over scaled observations of ``shape``, (columns,) or (rows, columns).
+    """Actor and critic over scaled observations of ``shape``, (rows, columns).
 
-    With rows, the actions from ``first`` on belong to the rows and the others (drop, hold, reject,
-    where there are) to all rows together.
+    The actions from ``first`` on belong to the rows and the others (drop, hold, reject, where there
+    are) to all rows together.
     """
 
     def __init__(self, shape: tuple[int, ...], actions: int, width: int, first: int = 1) -> None:
         super().__init__()
         self.shape, self.actions, self.width, self.first = shape, actions, width, first
         self.moments = Moments(shape[-1])
-        if len(shape) == 1:
-            self.actor = mlp(shape[0], width, actions, 0.01)
-            self.critic = mlp(shape[0], width, 1, 1.0)
-        else:
-            inner, outer = layer(shape[1], width), layer(width, width)
-            self.rows = nn.Sequential(inner, nn.ReLU(), outer, nn.ReLU())
-            self.mean = layer(width, 2 * width)
-            self.row = layer(width, width)
-            self.score = layer(width, 1, 0.01)
-            if actions > shape[0]:
-                self.common = layer(width, actions - shape[0], 0.01)
-            self.critic = layer(width, 1, 1.0)
+        inner, outer = layer(shape[1], width), layer(width, width)
+        self.rows = nn.Sequential(inner, nn.ReLU(), outer, nn.ReLU())
+        self.mean = layer(width, 2 * width)
+        self.row = layer(width, width)
+        self.score = layer(width, 1, 0.01)
+        if actions > shape[0]:
+            self.common = layer(width, actions - shape[0], 0.01)
+        self.critic = layer(width, 1, 1.0)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (B, A), illegal actions at a large negative, and values (B,)."""
-        if len(self.shape) == 1:
-            logits, value = self.actor(x), self.critic(x)
-        else:
-            h = self.rows(x)
-            for_rows, common = self.mean(h.mean(1)).chunk(2, -1)
-            common = common.relu()
-            logits = self.score((self.row(h) + for_rows[:, None]).relu()).squeeze(-1)
-            if self.actions > self.shape[0]:
-                others = self.common(common)
-                logits = torch.cat([others[:, : self.first], logits, others[:, self.first :]], -1)
-            value = self.critic(common)
+        h = self.rows(x)
+        for_rows, common = self.mean(h.mean(1)).chunk(2, -1)
+        common = common.relu()
+        logits = self.score((self.row(h) + for_rows[:, None]).relu()).squeeze(-1)
+        if self.actions > self.shape[0]:
+            others = self.common(common)
+            logits = torch.cat([others[:, : self.first], logits, others[:, self.first :]], -1)
+        value = self.critic(common)
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
 
     def observe(self, obs: Any, info: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Take in observations; returns them scaled, and their masks."""
         x = torch.as_tensor(obs).float()
         self.moments.update(x)
-        mask = environments.action_masks(info, len(x), self.actions)
-        return self.moments(x), torch.as_tensor(mask)
+        return self.moments(x), torch.as_tensor(info["action_mask"])
 
     @torch.no_grad()
-    def act(self, observation: Any, action_mask: Any = None) -> NDArray[np.int64]:
+    def act(self, observation: Any, action_mask: Any) -> NDArray[np.int64]:
         """The likeliest legal action of every row.
 
         Raises:
             ValueError: If the columns or the actions are not those of the training.
         """
         x = torch.as_tensor(observation).float()
-        actions = self.actions + (x.shape[1] - self.shape[0] if x.ndim > 2 else 0)
-        mask = torch.ones(1, actions) if action_mask is None else torch.as_tensor(action_mask)
+        actions, mask = self.actions + x.shape[1] - self.shape[0], torch.as_tensor(action_mask)
         if x.shape[-1] != self.shape[-1] or mask.shape[-1] != actions:
             raise ValueError(
                 f"trained on observations {self.shape} with {self.actions} actions, got "
@@ -180,31 +166,24 @@ class Agent(nn.Module):
         return self(self.moments(x), mask)[0].argmax(-1).numpy()
 
 
-def routes_prompts(args: Args) -> bool:
-    """Whether the id is one of LLM routing."""
+def family_of(args: Args) -> Family:
+    """The family of the id.
+
+    Raises:
+        ValueError: If its Box has no rows, or nobody is told when its requests end.
+    """
     family = find_family(args.env_id)
-    return family is not None and family.name == "llm_routing"
+    if family is None or not family.outcomes:
+        raise ValueError(f"env_id: requests of {args.env_id!r} are not told when they end")
+    if family.view_of(args.env_id) != "summary":
+        raise ValueError(f"env_id: {args.env_id!r} has no row for each expert or replica")
+    return family
 
 
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the environment, but for the length of a training's episodes."""
-    return environments.routing_arguments(ROUTING if routes_prompts(args) else {}, args.set)
-
-
-def network_settings(envs: gym.vector.VectorEnv, args: Args) -> dict[str, Any]:
-    """The arguments of the `Agent` of an environment.
-
-    Raises:
-        ValueError: If the environment has no single Box of one or two axes, or no Discrete actions.
-    """
-    box, discrete = envs.single_observation_space, envs.single_action_space
-    if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
-        raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
-    shape, actions = box.shape, int(discrete.n)
-    if len(shape) > 2 or (len(shape) == 2 and actions < shape[0]):
-        raise ValueError(f"env_id: {args.env_id!r} has a Box {shape}; flatten it first")
-    first = int(routes_prompts(args))  # action 0 drops there
-    return {"shape": shape, "actions": actions, "width": args.width, "first": first}
+    usual = ROUTING if family_of(args).name == "llm_routing" else {}
+    return environments.routing_arguments(usual, args.set)
 
 
 def estimate_advantages(rewards: Tensor, values: Tensor, args: Args) -> Tensor:
@@ -256,18 +235,14 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     net = Agent(**checkpoint.json_field(meta, "shape"))
     net.load_state_dict(weights)
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    family = find_family(args.env_id)
-    view = "flat" if family is None else family.view_of(args.env_id)
     training_env = env_kwargs(args) | {"episode_requests": args.num_steps}
-    return checkpoint.CheckpointPolicy("ppo_requests", view, args, net, net.act, training_env)
+    return checkpoint.CheckpointPolicy("ppo_requests", "summary", args, net, net.act, training_env)
 
 
 @saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    family = find_family(args.env_id)
-    if family is None or not family.outcomes:
-        raise ValueError(f"env_id: requests of {args.env_id!r} are not told when they end")
+    family = family_of(args)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     n, steps = min(args.num_envs, args.total_timesteps), args.num_steps
@@ -275,7 +250,10 @@ def train(args: Args) -> Path:
     resets = AutoresetMode.DISABLED
     training_env = env_kwargs(args) | {"episode_requests": steps}
     envs = environments.make_envs(args.env_id, n, autoreset_mode=resets, **training_env)
-    settings = network_settings(envs, args)
+    shape, actions = envs.single_observation_space.shape, envs.single_action_space
+    assert isinstance(actions, Discrete)
+    settings = {"shape": shape, "actions": int(actions.n), "width": args.width}
+    settings["first"] = int(family.name == "llm_routing")  # action 0 drops there
     agent = Agent(**settings)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     averaged = copy.deepcopy(agent) if args.average else agent

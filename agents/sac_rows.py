@@ -3,8 +3,8 @@
 The action impact estimator (Eq. 13-15 of arXiv:2508.00234) is in the inputs, in the potential that
 shapes the reward and in the form of actor and critics, reward less a learned price times work.
 Targets are lambda-returns over nearly on-policy data, and there is no target network.
-``--rows paper`` leaves the estimator out of the inputs, ``--shaping False`` out of the reward. The
-paper's Baseline RL has neither; it sees memory, running and waiting requests of an expert (Eq. 7)::
+``--shaping False`` leaves it out of the reward. The paper's Baseline RL has it nowhere; it sees
+memory, running and waiting requests of an expert (Eq. 7)::
 
     python agents/sac_rows.py --rows experts --shaping False --set rate=8
 
@@ -57,7 +57,7 @@ ENV |= {"episode_requests": 400, "max_episode_steps": 399}
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
 WIDTH = 32  # of the hidden layers
-ROWS = {"features": (ARRIVED, EXPERT), "paper": (1, 6), "experts": (0, 3)}
+ROWS = {"features": (ARRIVED, EXPERT), "experts": (0, 3)}
 """State -> numbers of the arrived request and of an expert, from the first on, that are read."""
 LENGTH = 32  # steps whose returns are computed at once, each over so many to twice as many steps
 RECENT, LATEST = 0.25, 20_000  # batches are drawn from the latest quarter of the steps, or so many
@@ -70,8 +70,8 @@ EVAL_EPISODES, EVAL_REQUESTS = 16, 300  # of an evaluation: episodes per rate, r
 class Args(RunArgs):
     """Command line of the agent."""
 
-    rows: Literal["features", "paper", "experts"] = "features"
-    """what is read of an expert: all but its queue, the paper's Eq. 7 and 12, or Eq. 7 alone"""
+    rows: Literal["features", "experts"] = "features"
+    """what is read of an expert: all but its queue, or the paper's Eq. 7 alone"""
     shaping: bool = True
     """add a potential's change to the reward (Ng et al., 1999): the held requests' expected QoS"""
     set: tuple[str, ...] = ()

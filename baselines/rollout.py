@@ -15,46 +15,6 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
 
-Follow = Callable[[NDArray[np.int8]], NDArray[np.int64]]
-"""Actions (C,) of the copies after the first ones; sets to 0 the live (C,) that stop here."""
-
-
-def roll_out(
-    copies: Any,
-    states: Sequence[Any],
-    actions: NDArray[np.int64],
-    legal: NDArray[np.bool_],
-    follow: Follow,
-) -> tuple[NDArray[np.float64], int]:
-    """Rewards of each action and of those that follow it, undiscounted.
-
-    A copy ends with its episode or where ``follow`` stops it.
-
-    Args:
-        copies: A batch of B times K rows of the environment, the K tries of a state one after
-            another; what it held is lost.
-        states: The B states.
-        actions: (B, K) the first actions.
-        legal: (B, K) which of them to try.
-        follow: Decides from the second action on.
-
-    Returns:
-        Sums (B, K), 0 where not tried, and the number of decisions taken.
-    """
-    for row, k in np.argwhere(legal):
-        copies.restore(int(row) * legal.shape[1] + int(k), states[row])
-    live, choice = legal.reshape(-1).astype(np.int8), actions.reshape(-1)
-    total, decisions = np.zeros(live.size), 0
-    while live.any():
-        copies.step(choice, live)
-        decisions += int(live.sum())
-        *rewards, ended = copies.out.T
-        total += np.where(live > 0, sum(rewards), 0.0)
-        live &= ended == 0.0
-        if live.any():
-            choice = follow(live)
-    return total.reshape(legal.shape), decisions
-
 
 class RolloutPolicy(BasePolicy):
     """The action that turns out best on a copy of the environment.
@@ -122,25 +82,30 @@ class RolloutPolicy(BasePolicy):
             self._copies = self.batch(self._problem, size * actions)
         states = [self._env.clone_state(row) for row in range(batch)]
         tried &= ~np.array([state.finished for state in states])[:, None]
-        every = np.tile(np.arange(actions, dtype=np.int64), (size, 1))
         value = np.full(tried.shape, -np.inf)
         for row in range(0, batch, size):
             some = slice(row, row + size)
-            total, _ = roll_out(self._copies, states[some], every, tried[some], self._follow())
+            total = self._play(states[some], tried[some])
             value[some] = np.where(tried[some], total, -np.inf)
         rows, best = np.arange(batch), value.argmax(axis=1)
         # Differences are sums of rewards: below 1e-9 they are rounding.
         same = value[rows, usual] >= value[rows, best] - 1e-9
         return np.where(tried.any(axis=1), np.where(same, usual, best), 0).astype(np.int64)
 
-    def _follow(self) -> Follow:
-        copies, left = self._copies, self.horizon
-
-        def follow(live: NDArray[np.int8]) -> NDArray[np.int64]:
-            nonlocal left
+    def _play(self, states: Sequence[Any], tried: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Undiscounted rewards (B, A) of each action and of those that follow it."""
+        copies, actions = self._copies, tried.shape[1]
+        for row, action in np.argwhere(tried):
+            copies.restore(int(row) * actions + int(action), states[row])
+        live = tried.reshape(-1).astype(np.int8)
+        choice = np.tile(np.arange(actions, dtype=np.int64), len(states))
+        total = np.zeros(live.size)
+        for _ in range(1 + self.horizon):
+            copies.step(choice, live)
+            *rewards, ended = copies.out.T
+            total += np.where(live > 0, sum(rewards), 0.0)
+            live &= ended == 0.0
+            if not live.any():
+                break
             choice = self._ahead.act(copies.observation, copies.action_mask)
-            live[:] *= left > 0
-            left -= 1
-            return choice
-
-        return follow
+        return total.reshape(tried.shape)

@@ -51,9 +51,7 @@ NAMED = ("random", "least_outstanding", "priced_greedy", "expected_qos")
 BASELINES = NAMED + tuple(
     one.name
     for one in list_policies("llm_routing")
-    if not one.clairvoyant
-    and one.alias_of is None
-    and one.name not in (*NAMED, "drop_all", "always_busiest")
+    if not one.clairvoyant and one.alias_of is None and one.name not in (*NAMED, "drop_all")
 )
 """Every heuristic that is no control and knows no more than a router can."""
 STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations at equal distances

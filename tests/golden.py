@@ -41,7 +41,7 @@ SMALL = {
 STEP = ("obs", "reward", "terminated", "truncated", "info")
 PARALLEL = {"llm_routing": routing, "expert_placement": placement}
 POLICIES = {
-    "llm_routing": ["least_outstanding", "priced_greedy", "thompson", "baseline_rl"],
+    "llm_routing": ["least_outstanding", "priced_greedy", "baseline_rl"],
     "serverless_moe": ["remoe", "greedy_warm", "warm_planner", "ppo_serverless"],
     "expert_placement": ["uniform", "prism", "whole_layer", "proxy_optimum"],
     "prefix_routing": ["random", "llm_d", "sglang_cache_aware", "prefix_search"],

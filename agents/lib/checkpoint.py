@@ -29,7 +29,6 @@ AGENTS = (
     "td_afterstates",
     "ppo",
     "ppo_requests",
-    "rpi",
     "cem",
     "ppo_serverless",
     "ppo_placement",

@@ -1,11 +1,6 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
-from servegym.baselines.llm_routing import (
-    bandits,
-    greedy_qos,
-    heuristics,
-)
-from servegym.baselines.llm_routing.fleets import per_fleet
+from servegym.baselines.llm_routing import greedy_qos, heuristics
 from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
@@ -23,11 +18,8 @@ for _policy, _line, *_aliases in (
         "fewest requests, waiting and running; rotating ties",
         "shortest_queue",
     ),
-    (heuristics.ShortestWaiting, "fewest waiting requests; rotating ties"),
-    (heuristics.LeastMemory, "least share of KV memory in use; rotating ties"),
     (heuristics.PowerOfTwo, "of two random experts the one with fewer requests"),
     (heuristics.VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)"),
-    (heuristics.TokenJsq, "fewest tokens of predicted work left; rotating ties"),
     (
         heuristics.BertRouter,
         "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
@@ -44,13 +36,7 @@ for _policy, _line, *_aliases in (
     ),
     (RouteBalance, "RouteBalance's weighted score of predicted quality, cost and latency"),
     (heuristics.AlwaysBest, "best train mean score, the next best while it is full"),
-    (
-        bandits.Thompson,
-        "linear bandit an expert: Thompson sampling from a train-split prior, learns when a "
-        "request ends",
-    ),
     (heuristics.DropAll, "control: drops every request"),
-    (heuristics.AlwaysBusiest, "control: most requests; must lose"),
     (
         Rollout,
         "clairvoyant: every action simulated on a copy of the true state, then priced_greedy",
@@ -62,6 +48,4 @@ for _policy, _line, *_aliases in (
         _line,
         clairvoyant=_policy.clairvoyant,
         aliases=tuple(_aliases),
-        # A policy that takes the environment meets all of its fleets there.
-        wrapper=None if _policy.needs_env or _policy.any_fleet else per_fleet,
     )

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.greedy_qos import price_of_time, with_mean_scores
-from servegym.baselines.llm_routing.latency import Estimate, ExpectedQos, FleetLoad, LatencyModel
+from servegym.baselines.llm_routing.latency import Estimate, ExpectedQos, FleetLoad
 from servegym.baselines.llm_routing.system import Placed
 from servegym.baselines.protocol import Observation
 
@@ -41,9 +41,7 @@ class Facts:
         waiting: Waiting requests, (B, N).
     """
 
-    def __init__(
-        self, obs: Observation, model: ExpectedQos | LatencyModel, whole: bool = False
-    ) -> None:
+    def __init__(self, obs: Observation, model: ExpectedQos, whole: bool = False) -> None:
         """Take a batch of observations; features of queued requests need the ``whole`` estimate."""
         self.obs, self.model, self.whole = obs, model, whole
         self.limit = np.asarray(obs["latency_requirement"], dtype=np.float64)
@@ -62,12 +60,11 @@ class Facts:
     def estimate(self) -> Estimate:
         """What the estimator says of sending the arrived request to each expert."""
         obs = with_mean_scores(self.obs, self.model.system)
-        return self.model(obs, whole=self.whole)
+        return self.model.estimate(obs, whole=self.whole)
 
     @cached_property
     def fleet(self) -> FleetLoad:
         """What the experts serve within L, and how busy they are."""
-        assert isinstance(self.model, ExpectedQos)
         return self.model.fleet(self.obs)
 
     @cached_property
@@ -250,11 +247,6 @@ class Rows(NamedTuple):
 def select(names: Iterable[str], table: Sequence[Feature] = EXPERT_FEATURES) -> list[Feature]:
     """Features of a table by their names."""
     return [table[at] for at in columns(table, names)]
-
-
-def expected_values(facts: Facts) -> Array:
-    """Values (B, N) in scores that `expected_qos` gives to the experts; a drop is worth 0."""
-    return facts.estimate.gain - facts.estimate.harm - CHARGE.of(facts)
 
 
 def of_arrived(facts: Facts) -> Array:

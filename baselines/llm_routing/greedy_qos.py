@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym._checks import choose, real
+from servegym._checks import real
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy, pick
 from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
 from servegym.baselines.llm_routing.system import FleetSystem, RoutingSystem
@@ -38,8 +38,7 @@ class GreedyQos(RoutingPolicy):
 
     An expert qualifies if the estimate keeps the new request within the latency requirement and
     pushes none of the requests it would have served in time over it. If none qualifies the
-    request is dropped, as it would be late or make another late (``fallback="least_harm"`` sends
-    it where the predicted QoS suffers least instead, which collapses near saturation).
+    request is dropped, as it would be late or make another late.
 
     With a ``price`` the value of expert n is::
 
@@ -57,8 +56,6 @@ class GreedyQos(RoutingPolicy):
         share: Weight of the fleet's mean load against the expert's own.
         margin: Share of the latency requirement that predictions may use.
         overrun: See `LatencyModel`; for predicted lengths alone.
-        fallback: What to do where no expert qualifies, or has a positive value,
-            ``"drop"`` or ``"least_harm"``.
 
     Raises:
         ValueError: If a parameter is out of range.
@@ -75,21 +72,21 @@ class GreedyQos(RoutingPolicy):
         share: float = 0.5,
         margin: float = 1.0,
         overrun: float = 0.3,
-        fallback: str = "drop",
     ) -> None:
         super().__init__(system)
         self.price = real("price", price, 0.0)
         self.power = real("power", power, 0.0, open_low=True)
         self.share = real("share", share, 0.0, 1.0)
         self.margin = real("margin", margin, 0.0, open_low=True)
-        self.fallback = choose("fallback", fallback, ("drop", "least_harm"))
         self.model = LatencyModel(system, overrun=overrun)
 
     def charge(self, observation: Observation) -> NDArray[np.float64]:
         """(B, N) price of a second of each expert's time."""
         experts = np.asarray(observation["experts"], dtype=np.float64)
-        load = (experts[..., 1] + experts[..., 2]) / self.system.running_capacity
-        fleet = load.mean(axis=1, keepdims=True)
+        placed = self.system.placed(observation)
+        slots = np.maximum(placed.running_capacity, 1)[:, None]
+        load = (experts[..., 1] + experts[..., 2]) / slots
+        fleet = load.sum(1, keepdims=True) / (placed.card >= 0).sum(1, keepdims=True).clip(1)
         load = (1 - self.share) * load + self.share * fleet
         return self.price * load**self.power
 
@@ -101,20 +98,13 @@ class GreedyQos(RoutingPolicy):
         estimate = self.model.estimate(observation)
         value = estimate.scores[..., -1] - self.charge(observation) * estimate.work_s
         # Scores are bucket centres: among equal ones the fastest is taken.
-        fastest = 1e-3 * estimate.latency / requirement
-        value -= fastest
+        value -= 1e-3 * estimate.latency / requirement
         limit = self.margin * requirement[:, :, None]
         in_time = estimate.with_new <= limit
         made_late = (estimate.without <= limit) & ~in_time
         value[~in_time[..., -1] | made_late.any(axis=-1)] = -np.inf
-        if self.fallback == "least_harm":
-            gain = estimate.scores[..., -1] * in_time[..., -1]
-            gain = gain - (estimate.scores * made_late).sum(axis=-1)
-            value = np.where(np.isfinite(value), value, gain - fastest - 1e3)
-        action = pick(-value, action_mask)
-        if self.fallback == "least_harm":
-            return action
-        return np.where(np.where(legal, value, -np.inf).max(axis=1) > 0, action, 0)
+        best = np.where(legal, value, -np.inf).max(axis=1)
+        return np.where(best > 0, pick(-value, action_mask), 0)
 
 
 class PricedGreedy(GreedyQos):
@@ -152,7 +142,7 @@ class ExpectedQosGreedy(RoutingPolicy):
     home; ``servegym tune expected_qos`` finds the ones of another system.
 
     Args:
-        system: The system; a `FleetSystem` too.
+        system: The system.
         price_half: Score that a request's worth of a full expert's time costs at rho = 1/2.
         price_full: The same at rho = 1.
         power_half: How late the price rises with the load at rho = 1/2.
@@ -165,7 +155,6 @@ class ExpectedQosGreedy(RoutingPolicy):
     """
 
     name = "expected_qos"
-    any_fleet = True
 
     def __init__(
         self,
@@ -189,7 +178,7 @@ class ExpectedQosGreedy(RoutingPolicy):
         """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
         limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
-        estimate = self.expected(observation, self.margin, whole=False)
+        estimate = self.expected.estimate(observation, self.margin, whole=False)
         fleet = self.expected.fleet(observation)
         own = fleet.outstanding / np.maximum(fleet.batch, 1)
         numbers = self.price, self.power, self.share

@@ -1,4 +1,4 @@
-"""Routing rules of a few lines each: queue counts, tokens of work, predicted score, controls.
+"""Routing rules of a few lines each: queue counts, predicted score, controls.
 
 All of them pick among the experts the mask allows and drop only when every expert is full.
 """
@@ -22,8 +22,6 @@ class RoutingPolicy(BasePolicy):
 
     env_view = "graph"
     system: RoutingSystem
-    any_fleet = False
-    """Whether it serves drawn fleets itself, as `FleetSystem` describes them."""
 
 
 def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:
@@ -36,15 +34,8 @@ def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:
 class RotatingPolicy(RoutingPolicy):
     """Least cost, ties to the first expert after the last one chosen (per row, cyclic)."""
 
-    weights = (0.0, 0.0, 0.0)
-    """What the cost counts of an expert: the share of its KV cache in use, its running and its
-    waiting requests."""
-
-    def cost(self, observation: Observation) -> Floats:
-        """(B, N); the least is chosen."""
-        memory, running, waiting = np.moveaxis(observation["experts"], -1, 0)
-        of_memory, of_running, of_waiting = self.weights
-        return of_memory * memory + of_running * running + of_waiting * waiting
+    weights = (0.0, 0.0)
+    """What a running and a waiting request of an expert cost."""
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -57,7 +48,7 @@ class RotatingPolicy(RoutingPolicy):
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
         """See `Policy.act`."""
-        cost = self.cost(observation)
+        cost = observation["experts"][..., 1:] @ np.array(self.weights)
         legal = np.asarray(action_mask)[:, 1:] > 0
         experts = cost.shape[1]
         least = np.where(legal, cost, np.inf).min(axis=1, keepdims=True)
@@ -78,53 +69,14 @@ class LeastOutstanding(RotatingPolicy):
     """Fewest requests, waiting and running."""
 
     name = "least_outstanding"
-    weights = (0.0, 1.0, 1.0)
-
-
-class ShortestWaiting(RotatingPolicy):
-    """Fewest waiting requests; blind to those running."""
-
-    name = "shortest_waiting"
-    weights = (0.0, 0.0, 1.0)
+    weights = (1.0, 1.0)
 
 
 class VllmDp(RotatingPolicy):
     """vLLM's data-parallel score, 4 x waiting + running."""
 
     name = "vllm_dp"
-    weights = (0.0, 1.0, 4.0)
-
-
-class LeastMemory(RotatingPolicy):
-    """Least share of its KV cache in use."""
-
-    name = "least_memory"
-    weights = (1.0, 0.0, 0.0)
-
-
-class TokenJsq(RotatingPolicy):
-    """Join the shortest queue, counted in tokens of work left.
-
-    A running request has its predicted rest of output left, and its prompt while it has no token;
-    a waiting one its prompt (with what it had generated before a preemption) and its predicted
-    rest. A request past its prediction counts one token.
-    """
-
-    name = "token_jsq"
-
-    def cost(self, observation: Observation) -> Floats:
-        """Tokens left (B, N)."""
-        work = np.zeros(observation["experts"].shape[:2])
-        mean = self.system.mean_output_tokens[:, None]
-        for queue in ("running", "waiting"):
-            rows = np.asarray(observation[queue], dtype=np.float64)
-            length = np.where(rows[..., 2] > 0, rows[..., 2], mean)
-            rest = np.maximum(length - rows[..., 4], 1.0)
-            prefill = rows[..., 0] + rows[..., 4]
-            if queue == "running":
-                prefill = np.where(rows[..., 4] > 0, 0.0, prefill)
-            work += ((rest + prefill) * (observation[f"{queue}_mask"] > 0)).sum(axis=-1)
-        return work
+    weights = (1.0, 4.0)
 
 
 class BertRouter(RoutingPolicy):
@@ -140,7 +92,8 @@ class BertRouter(RoutingPolicy):
         """See `Policy.act`."""
         # Scores are bucket centres, so equal ones are common; the mean only orders those.
         score = observation["request"][..., 1].astype(np.float64)
-        return pick(-(score + 1e-6 * self.system.mean_score), action_mask)
+        mean = self.system.library.mean_score[self.system.placed(observation).model]
+        return pick(-(score + 1e-6 * mean), action_mask)
 
 
 class AlwaysBest(RoutingPolicy):
@@ -150,19 +103,8 @@ class AlwaysBest(RoutingPolicy):
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
         """See `Policy.act`."""
-        shape = observation["experts"].shape[:2]
-        return pick(np.broadcast_to(-self.system.mean_score, shape), action_mask)
-
-
-class AlwaysBusiest(RoutingPolicy):
-    """Most requests, waiting and running: a control that must lose."""
-
-    name = "always_busiest"
-
-    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
-        """See `Policy.act`."""
-        experts = observation["experts"].astype(np.float64)
-        return pick(-(experts[..., 1] + experts[..., 2]), action_mask)
+        model = self.system.placed(observation).model
+        return pick(-self.system.library.mean_score[model], action_mask)
 
 
 class DropAll(RoutingPolicy):

@@ -32,8 +32,6 @@ POOLING = 300.0
 """Train rows of an expert that the other experts' rows of its bucket count for."""
 BUCKETS = 10
 """Of predictions that are not in buckets themselves."""
-MEAN_PROMPT = 50.0
-"""Prompt tokens of a request where the train split is unknown."""
 FEW = 32
 """Predictions of more different values than these are put in `BUCKETS` of equal counts."""
 
@@ -41,7 +39,7 @@ FEW = 32
 class Estimate(NamedTuple):
     """Predictions for S = R + W + 1 slots, running, waiting, and the new request last; of experts.
 
-    The last three are of `ExpectedQos`; `LatencyModel.estimate` leaves them 0.
+    The last three are of `ExpectedQos`, and 0 without its curves.
 
     Attributes:
         without: (B, N, S) latency per token (s) if the new request goes elsewhere; NaN = no
@@ -101,11 +99,20 @@ class Inputs(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """The tables of a `LengthModel`; none, (0, 0) and (0, 0, 0), where predictions come true."""
+    """Distributions of the output lengths, see `length_curves`; `NO_CURVES`: predictions come true.
+
+    Attributes:
+        edges: (N, K - 1) predicted lengths between the buckets, infinite where there are fewer.
+        survival: (N, K, T + 1) probability of more than t tokens, T = ``max_output_tokens``.
+        left: (N, K, T + 1) mean tokens left of an answer of more than t tokens; 1 from T on.
+    """
 
     edges: Floats
     survival: Floats
     left: Floats
+
+
+NO_CURVES = Curves(np.empty((0, 0)), np.empty((0, 0, 0)), np.empty((0, 0, 0)))
 
 
 class Requests(NamedTuple):
@@ -251,7 +258,7 @@ def _play_forward(r, count, start, offset, laws, c, capacity, chunked, whole):
 def _read(r, k, row, slot, mean, m, curves, overrun):
     """Put a request, in a row of a queue or as it arrives, in place ``k``.
 
-    Its length is the mean one of its bucket given its tokens so far, as `LengthModel` has it, or
+    Its length is the mean one of its bucket given its tokens so far, as the curves have it, or
     the predicted one, and the mean of model ``m`` where nothing is predicted.
     """
     generated = row[4] if slot >= 0 else np.float32(0.0)
@@ -422,8 +429,11 @@ class LatencyModel:
         ValueError: If ``overrun`` is negative.
 
     Attributes:
+        curves: Distributions of lengths; none here, as predicted lengths come true.
         laws: The laws of the system, as the compiled estimate reads them.
     """
+
+    curves = NO_CURVES
 
     def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
         compile_kernels()
@@ -439,30 +449,17 @@ class LatencyModel:
         )
         self.laws = Laws._make(map(_array, floats))
 
-    def estimate(self, observation: Observation) -> Estimate:
-        """Predict the latency per token of all requests with and without the new one."""
-        limit = np.zeros(len(observation["request"]))
-        return self.of(_inputs(observation), self.system.placed(observation), NO_CURVES, limit)
-
-    def __call__(self, observation: Observation, whole: bool = True) -> Estimate:
-        """`estimate` with gain and harm at the predicted lengths, where chances are 0 or 1.
-
-        ``whole`` is for the signature of `ExpectedQos`: all slots are needed.
-        """
-        estimate = self.estimate(observation)
-        limit = observation["latency_requirement"][:, :, None]
-        in_time = estimate.with_new <= limit
-        made_late = ((estimate.without <= limit) & ~in_time)[..., :-1] * estimate.scores[..., :-1]
-        gain = estimate.scores[..., -1] * in_time[..., -1]
-        return estimate._replace(gain=gain, harm=made_late.sum(-1))
-
-    def of(
-        self, obs: Inputs, placed: Placed, curves: Curves, limit: Floats, whole: bool = True
+    def estimate(
+        self, observation: Observation, margin: float = 1.0, whole: bool = True
     ) -> Estimate:
-        """`estimate` at the mean lengths of the curves, and by them the effects within L (B,).
+        """Predict the latency per token of all requests with and without the new one.
 
-        Unless ``whole``, the arrays of all slots are empty, (B, N, 0).
+        Args:
+            observation: The batched Dict observation.
+            margin: Share of the latency requirement that answers may use, see `ExpectedQos`.
+            whole: Whether the estimate is to have all slots; else their arrays are (B, N, 0).
         """
+        obs, placed = _inputs(observation), self.system.placed(observation)
         batch, experts, slots, _ = obs.running.shape
         shape = batch, experts
         if shape != placed.card.shape:
@@ -479,7 +476,8 @@ class LatencyModel:
             ]
             np.concatenate([*masked, obs.request[..., 1, None]], axis=-1, out=scores)
         out = Estimate(np.empty(every), np.empty(every), scores, *np.empty((7, *shape)))
-        _estimate(obs, self.laws, placed, curves, self.overrun, limit, whole, out)
+        limit = _array(margin * np.asarray(observation["latency_requirement"], np.float64)[:, 0])
+        _estimate(obs, self.laws, placed, self.curves, self.overrun, limit, whole, out)
         return out
 
     def within(self, limit: Floats, placed: Placed) -> tuple[Floats, Floats, Floats]:
@@ -493,54 +491,42 @@ class LatencyModel:
             that batches up to it serve, and the seconds a token of a lone request. 0, 0 and
             infinity where no expert is.
         """
-        shape, train = placed.card.shape, self.system.library.train
-        prompt = MEAN_PROMPT if train is None else float(train.prompt_tokens.mean())
+        shape, prompt = placed.card.shape, float(self.system.library.train.prompt_tokens.mean())
         result = np.empty(shape), np.empty(shape), np.empty(shape)
         _serve_within(self.laws, placed, prompt, _array(limit), result)
         return result
 
 
-NO_CURVES = Curves(np.empty((0, 0)), np.empty((0, 0, 0)), np.empty((0, 0, 0)))
-
-
-class LengthModel:
+def length_curves(system: RoutingSystem) -> Curves:
     """Distributions of the output length given the predicted one, from the train split alone.
 
     For expert n and predicted bucket k the distribution is the train rows of both, with the
     bucket's rows of all experts counting for `POOLING` rows, and all rows of all experts for one.
-    Where nothing predicts lengths (``length_predictor="zero"``), or without ``system.train``, any
-    length up to the longest is as likely as another, as who has no predictions must not know the
-    experts' lengths either.
-
-    Attributes:
-        edges: (N, K - 1) predicted lengths between the buckets, infinite where there are fewer.
-        survival: (N, K, T + 1) probability of more than t tokens, T = ``max_output_tokens``.
-        left: (N, K, T + 1) mean tokens left of an answer of more than t tokens; 1 from T on.
+    Where nothing predicts lengths (``length_predictor="zero"``), any length up to the longest is as
+    likely as another, as who has no predictions must not know the experts' lengths either.
     """
-
-    def __init__(self, system: RoutingSystem) -> None:
-        library, longest = system.library, system.max_output_tokens
-        kinds = [_by_prediction(library, kind, longest) for kind in range(library.predictors)]
-        buckets = max(mass.shape[1] for _, mass in kinds)
-        count = library.mean_output_tokens.size
-        self.edges: Floats = np.full((count, buckets - 1), np.inf)
-        mass, models = np.zeros((count, buckets, longest + 1)), count // library.predictors
-        for kind, (edges, of) in enumerate(kinds):
-            rows = slice(kind * models, (kind + 1) * models)
-            self.edges[rows, : edges.size], mass[rows, : of.shape[1]] = edges, of
-        # From the end, so that what is left of nearly nothing is not a difference of large sums.
-        after = np.zeros_like(mass)
-        after[..., :-1] = mass[..., :0:-1].cumsum(-1)[..., ::-1]
-        self.survival = after
-        area = after[..., ::-1].cumsum(-1)[..., ::-1]
-        self.left = np.where(after > 0, area / np.where(after > 0, after, 1.0), 1.0)
+    library, longest = system.library, system.max_output_tokens
+    kinds = [_by_prediction(library, kind, longest) for kind in range(library.predictors)]
+    buckets = max(mass.shape[1] for _, mass in kinds)
+    count = library.mean_output_tokens.size
+    edges: Floats = np.full((count, buckets - 1), np.inf)
+    mass, models = np.zeros((count, buckets, longest + 1)), count // library.predictors
+    for kind, (own, of) in enumerate(kinds):
+        rows = slice(kind * models, (kind + 1) * models)
+        edges[rows, : own.size], mass[rows, : of.shape[1]] = own, of
+    # From the end, so that what is left of nearly nothing is not a difference of large sums.
+    survival = np.zeros_like(mass)
+    survival[..., :-1] = mass[..., :0:-1].cumsum(-1)[..., ::-1]
+    area = survival[..., ::-1].cumsum(-1)[..., ::-1]
+    left = np.where(survival > 0, area / np.where(survival > 0, survival, 1.0), 1.0)
+    return Curves(edges, survival, left)
 
 
 def _by_prediction(library: Library, kind: int, longest: int) -> tuple[Floats, Floats]:
     """Edges (K - 1,) of one predictor's buckets, and the lengths' shares (N, K, T + 1)."""
     models = library.mean_output_tokens.size // library.predictors
     columns, train = slice(kind * models, (kind + 1) * models), library.train
-    if train is None or not train.predicted_lengths[:, columns].any():
+    if not train.predicted_lengths[:, columns].any():
         mass = np.zeros((models, 1, longest + 1))
         mass[:, :, 1:] = 1.0 / longest
         return np.zeros(0), mass
@@ -587,7 +573,7 @@ class FleetLoad(NamedTuple):
     rate: Floats
 
 
-class ExpectedQos:
+class ExpectedQos(LatencyModel):
     """What a new request adds to the expected QoS of the requests at each expert.
 
     The estimate gives when a request ends if it has its mean length. Of that time, each token left
@@ -598,30 +584,14 @@ class ExpectedQos:
     """
 
     def __init__(self, system: RoutingSystem) -> None:
-        self.system = system
-        self.lengths = LengthModel(system)
-        self.curves = Curves(self.lengths.edges, self.lengths.survival, self.lengths.left)
-        self.model = LatencyModel(system, overrun=0.0)
-
-    def __call__(
-        self, observation: Observation, margin: float = 1.0, whole: bool = True
-    ) -> Estimate:
-        """Expected QoS of the new request, of the others, and what it costs them.
-
-        Args:
-            observation: The batched Dict observation.
-            margin: Share of the latency requirement that answers may use.
-            whole: Whether the estimate is to have all slots.
-        """
-        limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)[:, 0]
-        obs, placed = _inputs(observation), self.system.placed(observation)
-        return self.model.of(obs, placed, self.curves, _array(limit), whole)
+        super().__init__(system, overrun=0.0)
+        self.curves = length_curves(system)
 
     def fleet(self, observation: Observation) -> FleetLoad:
         """How busy a fleet is, in what it serves within L."""
         limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
         placed = self.system.placed(observation)
-        batch, served, lone_s = self.model.within(limit[:, 0], placed)
+        batch, served, lone_s = self.within(limit[:, 0], placed)
         exists = placed.card >= 0
         able = exists & (lone_s <= limit)
         able |= exists & ~able.any(1, keepdims=True)

@@ -105,14 +105,10 @@ class RouteBalance(RoutingPolicy):
         legal = np.asarray(action_mask)[:, 1:] > 0
         estimate = self.model.estimate(observation)
         per_token, cost = estimate.with_new[..., -1], estimate.work_s
-        length = np.where(request[..., 2] > 0, request[..., 2], self.system.mean_output_tokens)
-        length = np.maximum(length, 1.0)
+        mean = self.system.library.mean_output_tokens[self.system.placed(observation).model]
+        length = np.maximum(np.where(request[..., 2] > 0, request[..., 2], mean), 1.0)
         outstanding = experts[..., 1] + experts[..., 2]
-        if self.system.kv_capacity_tokens is None:
-            use = outstanding / self.system.running_capacity
-        else:
-            added = (request[..., 0] + length) / self.system.kv_capacity_tokens
-            use = experts[..., 0] + added
+        use = experts[..., 0] + (request[..., 0] + length) / self.system.kv_tokens(observation)
 
         passing = legal
         if self.latency_filter:

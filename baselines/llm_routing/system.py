@@ -48,14 +48,16 @@ class Library(NamedTuple):
     """What experts are made of: laws of C cards, and answers of K models as predicted.
 
     Attributes:
-        estimator: (C, 4), see `RoutingSystem`.
-        prefill_tokens: (G,).
-        prefill_s: (C, G).
-        context_tokens: (X,).
-        decode_s: (C, R + 1, X).
-        mean_score: (K,).
-        mean_output_tokens: (K,) train means.
-        train: The train split's requests with all K, or None.
+        estimator: (C, 4) of the linear law: base_s, seconds per prefill token (k1), seconds per
+            context token of a decode (k2), seconds per sequence of a decode.
+        prefill_tokens: Grid (G,) of `prefill_s`.
+        prefill_s: (C, G) seconds of a prefill iteration of so many prompt tokens.
+        context_tokens: Grid (X,) of `decode_s`, mean context of the sequences.
+        decode_s: (C, R + 1, X) seconds of a decode iteration with b = 0..R sequences.
+        mean_score: (K,) train means of the score; `NO_SCORE` each where nothing predicts scores.
+        mean_output_tokens: (K,) train means of the output length; half of ``max_output_tokens``
+            each where nothing predicts lengths.
+        train: The train split's requests with all K.
         predictors: Kinds of predictions; all models under the first one come first.
     """
 
@@ -66,7 +68,7 @@ class Library(NamedTuple):
     decode_s: Floats
     mean_score: Floats
     mean_output_tokens: Floats
-    train: TrainRequests | None
+    train: TrainRequests
     predictors: int = 1
 
 
@@ -97,7 +99,6 @@ def _fitting(
     return np.clip((kv / tokens).astype(np.int64), 1, most)
 
 
-FLEETS_HELD = 64  # descriptions that a `FleetSystem` keeps
 NO_SCORE = 0.5
 """What a score is taken to be by who knows nothing of it: the middle of its range."""
 
@@ -110,22 +111,13 @@ class RoutingSystem(SystemDescription):
         experts: Names (N,), for messages.
         running_capacity: R, running slots of an expert.
         waiting_capacity: W, places in its waiting queue.
-        estimator: (N, 4) of the linear law: base_s, seconds per prefill token (k1), seconds per
-            context token of a decode (k2), seconds per sequence of a decode.
-        prefill_tokens: Grid (G,) of `prefill_s`.
-        prefill_s: (N, G) seconds of a prefill iteration of so many prompt tokens.
-        context_tokens: Grid (X,) of `decode_s`, mean context of the sequences.
-        decode_s: (N, R + 1, X) seconds of a decode iteration with b = 0..R sequences.
-        mean_score: (N,) train mean of the score; `NO_SCORE` each where nothing predicts scores.
-        mean_output_tokens: (N,) train mean of the output length; half of ``max_output_tokens``
-            each where nothing predicts lengths.
+        library: The laws and answers of the experts, each one's own.
+        kv_capacity_tokens: (N,) tokens of KV cache.
         max_output_tokens: No output is longer.
         router_delay_s: Constant network and routing delay.
         transfer_s_per_token: Transfer time of a prompt token.
         scheduler: ``"orca"`` or ``"chunked_prefill"``.
         memory_policy: ``"reserve"`` or ``"paged"``.
-        kv_capacity_tokens: (N,) tokens of KV cache.
-        train: The train split, or None if only its means are known.
     """
 
     family = "llm_routing"
@@ -133,44 +125,38 @@ class RoutingSystem(SystemDescription):
     experts: tuple[str, ...]
     running_capacity: int
     waiting_capacity: int
-    estimator: Floats
-    prefill_tokens: Floats
-    prefill_s: Floats
-    context_tokens: Floats
-    decode_s: Floats
-    mean_score: Floats
-    mean_output_tokens: Floats
+    library: Library
+    kv_capacity_tokens: Floats
     max_output_tokens: int = 300
     router_delay_s: float = 0.005
     transfer_s_per_token: float = 3.2e-5
     scheduler: str = "orca"
     memory_policy: str = "reserve"
-    kv_capacity_tokens: Floats | None = None
-    train: TrainRequests | None = None
 
     @property
     def num_experts(self) -> int:
         """N."""
         return len(self.experts)
 
+    @property
+    def mean_score(self) -> Floats:
+        """(N,), see `Library`."""
+        return self.library.mean_score
+
+    @property
+    def mean_output_tokens(self) -> Floats:
+        """(N,), see `Library`."""
+        return self.library.mean_output_tokens
+
     def batch_limit(self) -> NDArray[np.int64]:
         """Requests that an expert's running slots and KV memory let run together on average, (N,).
 
         A request of the train split's mean prompt takes the longest answer besides where memory is
-        reserved, and half of the expert's mean answer where it is paged. R where the memory or the
-        train split is unknown.
+        reserved, and half of the expert's mean answer where it is paged.
         """
-        most = np.full(self.num_experts, self.running_capacity, dtype=np.int64)
-        if self.kv_capacity_tokens is None or self.train is None:
-            return most
         paged = self.memory_policy == "paged"
         sizes = self.mean_output_tokens, self.max_output_tokens, self.kv_capacity_tokens
-        return _fitting(self.train, paged, *sizes, most)
-
-    @cached_property
-    def library(self) -> Library:
-        """The laws and answers of the experts, each one's own."""
-        return Library(**{name: getattr(self, name) for name in Library._fields[:-1]})
+        return _fitting(self.library.train, paged, *sizes, self.running_capacity)
 
     @cached_property
     def _placed(self) -> Placed:
@@ -183,6 +169,10 @@ class RoutingSystem(SystemDescription):
         """The parts of `library` that the experts of a batch of observations are made of."""
         batch = len(observation["request"])
         return Placed(*(part.repeat(batch, 0) for part in self._placed))
+
+    def kv_tokens(self, observation: Observation) -> Floats:
+        """KV tokens of the experts of a batch of observations, (B, N) or (1, N)."""
+        return self.kv_capacity_tokens[None]
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:
@@ -199,38 +189,40 @@ class RoutingSystem(SystemDescription):
         """
         if problem.fleets is not None:
             return FleetSystem(problem)
-        arguments = problem.arguments
-        slots = arguments.running_capacity
-        cfg = problem.cfg[0]
-        train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
-        tokens, prefill, contexts, decode = laws([p.tables() for p in problem.profiles], slots)
-        scores, lengths = train.scores.mean(axis=0), train.output_tokens.mean(axis=0)
+        arguments, cfg, library = problem.arguments, problem.cfg[0], _library(problem)
         if arguments.score_predictor == "zero":
-            scores = np.full_like(scores, NO_SCORE)
+            library = library._replace(mean_score=np.full_like(library.mean_score, NO_SCORE))
         if arguments.length_predictor == "zero":
-            lengths = np.full_like(lengths, problem.max_output_tokens / 2)
+            half = np.full_like(library.mean_output_tokens, problem.max_output_tokens / 2)
+            library = library._replace(mean_output_tokens=half)
         return cls(
             experts=tuple(
                 f"{profile.name}:{model}"
                 for profile, model in zip(problem.profiles, problem.models, strict=True)
             ),
-            running_capacity=slots,
+            running_capacity=arguments.running_capacity,
             waiting_capacity=arguments.waiting_capacity,
-            estimator=coefficients([profile.estimator for profile in problem.profiles]),
-            prefill_tokens=tokens,
-            prefill_s=prefill,
-            context_tokens=contexts,
-            decode_s=decode,
-            mean_score=scores,
-            mean_output_tokens=lengths,
+            library=library,
+            kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
             max_output_tokens=problem.max_output_tokens,
             router_delay_s=float(cfg["router_delay_s"]),
             transfer_s_per_token=float(cfg["delay_s_per_token"]),
             scheduler=arguments.scheduler,
             memory_policy=arguments.memory_policy,
-            kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
-            train=train,
         )
+
+
+def _library(problem: Problem, predictors: int = 1) -> Library:
+    """What the experts of a problem are made of."""
+    train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
+    return Library(
+        coefficients([p.estimator for p in problem.profiles]),
+        *laws([p.tables() for p in problem.profiles], problem.arguments.running_capacity),
+        train.scores.mean(axis=0),
+        train.output_tokens.mean(axis=0),
+        train,
+        predictors,
+    )
 
 
 def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats, Floats, Floats]:
@@ -270,20 +262,16 @@ def coefficients(estimators: Sequence[Any]) -> Floats:
 class FleetSystem(RoutingSystem):
     """What is known of systems with ``fleet="random"`` or a setting, before a fleet is seen.
 
-    It has the sizes that observations are padded to, and describes the system of each fleet by
-    what ``observation["fleet"]`` shows of it (`of`). Other fields of `RoutingSystem` are refused.
+    It has the sizes that observations are padded to and a library of all that experts are made of;
+    ``observation["fleet"]`` shows of what each is. Other fields of `RoutingSystem` are refused.
 
     Args:
         problem: A routing problem with `Problem.fleets`.
-
-    Attributes:
-        fixed: Whether all episodes have the same fleet.
     """
 
     def __init__(self, problem: Problem) -> None:
         assert problem.fleets is not None
         cfg = problem.cfg[0]
-        train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
         values = {
             "experts": tuple(f"expert {n + 1}" for n in range(problem.num_experts)),
             "running_capacity": problem.arguments.running_capacity,
@@ -291,24 +279,16 @@ class FleetSystem(RoutingSystem):
             "max_output_tokens": problem.max_output_tokens,
             "router_delay_s": float(cfg["router_delay_s"]),
             "transfer_s_per_token": float(cfg["delay_s_per_token"]),
-            "fixed": problem.fleets.setting is not None,
-            "library": Library(
-                coefficients([p.estimator for p in problem.profiles]),
-                *laws([p.tables() for p in problem.profiles], problem.arguments.running_capacity),
-                train.scores.mean(axis=0),
-                train.output_tokens.mean(axis=0),
-                train,
-                len(problem.fleets.predictors),
-            ),
-            "_cards": tuple(p.name for p in problem.profiles),
-            "_models": problem.models,
-            "_systems": {},
+            "library": _library(problem, len(problem.fleets.predictors)),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    mean_score = property(lambda self: self.__getattr__("mean_score"))
+    mean_output_tokens = property(lambda self: self.__getattr__("mean_output_tokens"))
+
     def __getattr__(self, name: str) -> Any:
-        if name in {field.name for field in fields(RoutingSystem)}:
+        if name.startswith("mean_") or name in {field.name for field in fields(RoutingSystem)}:
             raise ValueError(
                 f"system.{name} is known once a fleet is: fleets are drawn for each episode, and "
                 "this policy is made for one system. Take one setting by arguments, or a policy "
@@ -316,24 +296,9 @@ class FleetSystem(RoutingSystem):
             )
         raise AttributeError(name)
 
-    def of(self, fleet: NDArray[Any]) -> RoutingSystem:
-        """The system that a fleet's row of the observation shows.
-
-        Args:
-            fleet: (N, F) ``observation["fleet"]`` of one row, see
-                `servegym.envs.llm_routing.fleets.FLEET_FEATURES`.
-        """
-        key = fleet.tobytes()
-        if key not in self._systems:
-            if len(self._systems) >= FLEETS_HELD:
-                self._systems.pop(next(iter(self._systems)))
-            self._systems[key] = self._describe(fleet[fleet[:, 0] > 0])
-        return self._systems[key]
-
     def placed(self, observation: Observation) -> Placed:
         """See `RoutingSystem.placed`; the fleets are those of ``observation["fleet"]``."""
         fleet, train = observation["fleet"], self.library.train
-        assert train is not None
         there, running = fleet[..., 0] > 0, fleet[..., 4].astype(np.int64)
         card, model = (np.where(there, fleet[..., k], 0).astype(np.int64) for k in (1, 2))
         sizes = self.library.mean_output_tokens[model], self.max_output_tokens, fleet[..., 3]
@@ -341,33 +306,6 @@ class FleetSystem(RoutingSystem):
         chunked = np.asarray((fleet[..., 6] > 0).any(-1), dtype=np.int64)
         return Placed(np.where(there, card, -1), model, limit, chunked, running.max(-1))
 
-    def _describe(self, fleet: NDArray[Any]) -> RoutingSystem:
-        card, column = fleet[:, 1].astype(np.intp), fleet[:, 2].astype(np.intp)
-        running, library = int(fleet[0, 4]), self.library
-        assert library.train is not None
-        train = TrainRequests(
-            library.train.prompt_tokens,
-            *(getattr(library.train, each.name)[:, column] for each in fields(TrainRequests)[1:]),
-        )
-        return RoutingSystem(
-            experts=tuple(
-                f"{self._cards[c]}:{self._models[m % len(self._models)]}"
-                for c, m in zip(card, column, strict=True)
-            ),
-            running_capacity=running,
-            waiting_capacity=int(fleet[0, 5]),
-            estimator=library.estimator[card],
-            prefill_tokens=library.prefill_tokens,
-            prefill_s=library.prefill_s[card],
-            context_tokens=library.context_tokens,
-            decode_s=library.decode_s[card, : running + 1],
-            mean_score=train.scores.mean(axis=0),
-            mean_output_tokens=train.output_tokens.mean(axis=0),
-            max_output_tokens=self.max_output_tokens,
-            router_delay_s=self.router_delay_s,
-            transfer_s_per_token=self.transfer_s_per_token,
-            scheduler="chunked_prefill" if fleet[0, 6] else "orca",
-            memory_policy="paged" if fleet[0, 7] else "reserve",
-            kv_capacity_tokens=fleet[:, 3].astype(np.float64),
-            train=train,
-        )
+    def kv_tokens(self, observation: Observation) -> Floats:
+        """See `RoutingSystem.kv_tokens`."""
+        return np.maximum(observation["fleet"][..., 3], 1.0).astype(np.float64)

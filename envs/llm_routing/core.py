@@ -14,10 +14,9 @@ from servegym._jit import compile_kernels
 from servegym.envs._arguments import Range, ends
 from servegym.envs._batch import Batch
 from servegym.envs._columns import Column, bounds
-from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import MEMORY_POLICIES, SCHEDULERS, Problem
-from servegym.envs.llm_routing.fleets import FLEET_FEATURES
+from servegym.envs.llm_routing.fleets import FLEET_COLUMNS
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.outcomes import outcomes_of
 from servegym.envs.workloads import make_arrivals
@@ -129,7 +128,7 @@ def observation_space(problem: Problem) -> spaces.Space:
     )
     named: dict[str, spaces.Space] = dict(zip(OBSERVATION_KEYS, boxes, strict=True))
     if problem.fleets is not None:
-        named["fleet"] = box(problem.fleets.largest_features(), n, len(FLEET_FEATURES))
+        named["fleet"] = columns(FLEET_COLUMNS, n)
     return spaces.Dict(named)
 
 
@@ -138,10 +137,9 @@ def sizes_of(problem: Problem) -> dict[str, float]:
     cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
     kv = max(p.kv_capacity_tokens for p in problem.profiles)
-    if problem.fleets is not None:
-        kv = problem.fleets.largest_features()[3]
     sizes = {"R": cap_r, "W": cap_w, "held": cap_r + cap_w, "kv": kv}
-    return sizes | {"longest": longest, "tokens": prompt + longest}
+    sizes |= {"longest": longest, "tokens": prompt + longest}
+    return sizes | (problem.fleets.sizes if problem.fleets is not None else {})
 
 
 class RoutingBatch(Batch):
@@ -153,10 +151,9 @@ class RoutingBatch(Batch):
             array. Overwritten by every call.
     """
 
-    def __init__(self, problem: Problem, num_rows: int, num_threads: int = 1) -> None:
+    def __init__(self, problem: Problem, num_rows: int) -> None:
         self.problem = problem
         self.num_rows = num_rows
-        self.threads = RowThreads(num_rows, num_threads)
         c = problem.cfg[0]
         n, slots, length = problem.num_experts, int(c["slots"]), problem.arguments.episode_requests
         cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
@@ -193,7 +190,7 @@ class RoutingBatch(Batch):
             buffers = zip(OBSERVATION_KEYS, (*values, *flags[:2]), strict=True)
             parts: dict[str, np.ndarray] = dict(buffers)
             if problem.fleets is not None:
-                parts["fleet"] = np.zeros((num_rows, n, len(FLEET_FEATURES)), dtype=np.float32)
+                parts["fleet"] = np.zeros((num_rows, n, len(FLEET_COLUMNS)), dtype=np.float32)
             self.observation = dict(sorted(parts.items()))  # the order of the space
         else:
             self.observation = values[0]
@@ -302,22 +299,14 @@ class RoutingBatch(Batch):
         """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``."""
         actions = np.ascontiguousarray(actions, np.int64)
         which = np.ascontiguousarray(which, np.int8)
-
-        def move(start: int, stop: int) -> int:
-            return self._step(*self._arguments, actions, which, start, stop)
-
-        counts = self.threads.run(move)
-        if counts[0] < 0:
-            bad = -1 - counts[0]
+        ended = self._step(*self._arguments, actions, which, 0, self.num_rows)
+        if ended < 0:
+            bad = -1 - ended
             raise ValueError(
                 f"action {int(actions[bad])} of system {bad} is out of range: "
                 f"{action_words(self.problem)}."
             )
-        return sum(counts)
-
-    def close(self) -> None:
-        """End the threads; a later step starts them anew."""
-        self.threads.close()
+        return ended
 
     def clone(self, row: int) -> RoutingState:
         """Copy one system."""
@@ -412,12 +401,11 @@ class RoutingBatch(Batch):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("problem", "num_rows", "fleets", *_STATE_ARRAYS)
-        state = {name: getattr(self, name) for name in names}
-        return state | {"num_threads": self.threads.num_threads}
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffer.
-        RoutingBatch.__init__(self, state["problem"], state["num_rows"], state["num_threads"])
+        RoutingBatch.__init__(self, state["problem"], state["num_rows"])
         for row, setting in enumerate(state["fleets"]):
             if setting is not None:
                 self._put_fleet(row, setting)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from servegym._checks import choose, mapping, nearest, one_or_pair, real, whole
 from servegym.envs._arguments import ends
+from servegym.envs._columns import Column
 from servegym.envs.llm_routing.kernel.layout import MAX_LATENCY_REQUIREMENT_S
 from servegym.envs.workloads import Catalog, make_arrivals
 from servegym.hardware_profiles import Profile, list_fleets, list_profiles, load, load_fleet
@@ -26,15 +27,25 @@ MAX_EXPERTS, MAX_RUNNING, MAX_WAITING = 16, 64, 64
 
 PREDICTORS = ("confusion", "learned", "mean")
 
-RANGES: dict[str, tuple[float, float]] = {
-    "num_experts": (2, MAX_EXPERTS),
-    "num_cards": (1, 3),
-    "num_models": (1, 12),
-    "running_capacity": (5, MAX_RUNNING),
-    "waiting_capacity": (5, MAX_WAITING),
-    "memory": (0.5, 4.0),
-    "latency": (1.2, 4.0),
-    "load": (0.4, 1.3),
+
+class Drawn(NamedTuple):
+    """The range that a number is drawn from, and the bounds of one in its place; whole if these."""
+
+    low: float
+    high: float
+    least: float
+    most: float
+
+
+RANGES = {
+    "num_experts": Drawn(2, MAX_EXPERTS, 1, MAX_EXPERTS),
+    "num_cards": Drawn(1, 3, 1, MAX_EXPERTS),
+    "num_models": Drawn(1, 12, 1, MAX_EXPERTS),
+    "running_capacity": Drawn(5, MAX_RUNNING, 1, MAX_RUNNING),
+    "waiting_capacity": Drawn(5, MAX_WAITING, 1, MAX_WAITING),
+    "memory": Drawn(0.5, 4.0, 0.01, 1e6),
+    "latency": Drawn(1.2, 4.0, 0.1, 100.0),
+    "load": Drawn(0.4, 1.3, 0.01, 100.0),
 }
 """What is drawn from a range; a whole range or one number may be given instead.
 
@@ -44,18 +55,6 @@ card has, never too little for the longest request). ``latency`` is L over the l
 a lone request on the median expert (log-uniform), ``load`` the rate over what the fleet serves
 within L (uniform, see `FleetSource.served_rps`).
 """
-
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "num_experts": (1, MAX_EXPERTS),
-    "num_cards": (1, MAX_EXPERTS),
-    "num_models": (1, MAX_EXPERTS),
-    "running_capacity": (1, MAX_RUNNING),
-    "waiting_capacity": (1, MAX_WAITING),
-    "memory": (0.01, 1e6),
-    "latency": (0.1, 100.0),
-    "load": (0.01, 100.0),
-}
-_WHOLE = ("num_experts", "num_cards", "num_models", "running_capacity", "waiting_capacity")
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "scheduler": ("orca", "chunked_prefill"),
@@ -93,23 +92,20 @@ SETTING = (
 )
 """The keys of a setting. ``profiles``, ``models`` and ``kv_capacity_tokens`` list the experts."""
 
-FLEET_FEATURES = (
-    "exists",
-    "card",
-    "column",
-    "kv_capacity_tokens",
-    "running_capacity",
-    "waiting_capacity",
-    "chunked_prefill",
-    "paged",
-    "lone_decode_s",
-    "full_decode_s",
-    "prefill_s_per_token",
+FLEET_COLUMNS = (
+    Column("exists", 1.0, "1 for an expert that exists"),
+    Column("card", "cards", "index of its card in the library"),
+    Column("column", "answers", "its column of the request table"),
+    Column("kv_capacity_tokens", "kv", "KV tokens"),
+    Column("running_capacity", MAX_RUNNING, "R"),
+    Column("waiting_capacity", MAX_WAITING, "W"),
+    Column("chunked_prefill", 1.0, "1 for this scheduler"),
+    Column("paged", 1.0, "1 for this memory"),
+    Column("lone_decode_s", "decode_s", "s of a decode iteration of one mean request"),
+    Column("full_decode_s", "decode_s", "s of one of R"),
+    Column("prefill_s_per_token", "k1", "k1 of Eq. 13"),
 )
-"""The columns of ``observation["fleet"]``: 1 for an expert that exists; its card's index in the
-library; its column of the request table; KV tokens; R; W; 1 for the scheduler ``chunked_prefill``;
-1 for ``paged`` memory; seconds of a decode iteration of one sequence and of R, each of a mean
-request's context; k1 of Eq. 13."""
+"""An expert in ``observation["fleet"]``."""
 
 DRAWN = (*SETTING, "num_experts", "score_predictor", "length_predictor")
 """Arguments of the environment that a setting takes the place of."""
@@ -221,7 +217,9 @@ class FleetSource:
 
         allowed = {**CHOICES, "predictor": self.predictors, "cards": names, "models": models}
         options = mapping("fleet_kwargs", fleet_kwargs, (*RANGES, *allowed))
-        self._ranges = {name: _range(name, options.get(name, RANGES[name])) for name in RANGES}
+        self._ranges = {
+            name: _range(name, options.get(name, own[:2])) for name, own in RANGES.items()
+        }
         self._choices = {
             name: _some_of(name, options.get(name, of), of) for name, of in allowed.items()
         }
@@ -360,36 +358,20 @@ class FleetSource:
         return np.array([names.index(name) for name in setting["profiles"]])
 
     def features(self, setting: Mapping[str, Any]) -> np.ndarray:
-        """(N, F) of `FLEET_FEATURES`."""
+        """(N, F) of `FLEET_COLUMNS`."""
         card, running = self.laws(setting), setting["running_capacity"]
-        rows = np.ones((len(card), len(FLEET_FEATURES)))
-        rows[:, 1], rows[:, 2] = card, self.columns(setting)
-        rows[:, 3] = setting["kv_capacity_tokens"]
-        rows[:, 4], rows[:, 5] = running, setting["waiting_capacity"]
-        rows[:, 6] = setting["scheduler"] == "chunked_prefill"
-        rows[:, 7] = setting["memory_policy"] == "paged"
-        rows[:, 8], rows[:, 9] = self._decode[card, 0], self._decode[card, running - 1]
-        rows[:, 10] = self._k1[card]
-        return rows
+        parts = [1.0, card, self.columns(setting), setting["kv_capacity_tokens"]]
+        parts += [running, setting["waiting_capacity"]]
+        parts += [setting["scheduler"] == "chunked_prefill", setting["memory_policy"] == "paged"]
+        parts += [self._decode[card, 0], self._decode[card, running - 1], self._k1[card]]
+        return np.stack([np.broadcast_to(part, card.shape) for part in parts], -1)
 
-    def largest_features(self) -> np.ndarray:
-        """(F,) upper bounds of `features`."""
-        return np.array(
-            [
-                1.0,
-                len(self.profiles) - 1,
-                len(self.predictors) * len(self.models) - 1,
-                self._room.max(),
-                MAX_RUNNING,
-                MAX_WAITING,
-                1.0,
-                1.0,
-                self._decode.max(),
-                self._decode.max(),
-                self._k1.max(),
-            ],
-            dtype=np.float32,
-        )
+    @property
+    def sizes(self) -> dict[str, float]:
+        """The largest values that `FLEET_COLUMNS` name."""
+        sizes = {"cards": len(self.profiles) - 1, "kv": float(self._room.max())}
+        sizes["answers"] = len(self.predictors) * len(self.models) - 1
+        return sizes | {"decode_s": float(self._decode.max()), "k1": float(self._k1.max())}
 
     def columns(self, setting: Mapping[str, Any]) -> np.ndarray:
         """(N,) columns of the request table that the experts of a setting serve from."""
@@ -451,10 +433,8 @@ def _log_uniform(limits: tuple[float, float], random: np.random.Generator) -> fl
 
 def _range(name: str, value: Any) -> tuple[float, float]:
     """A number, or a pair (low, high), within the bounds."""
-    low, high = _BOUNDS[name]
-    check = partial(real, low=low, high=high)
-    if name in _WHOLE:
-        check = partial(whole, low=int(low), high=int(high))
+    *_, least, most = RANGES[name]
+    check = partial(whole if isinstance(least, int) else real, low=least, high=most)
     return ends(one_or_pair(f"fleet_kwargs[{name!r}]", value, check))
 
 

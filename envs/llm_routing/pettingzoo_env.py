@@ -227,11 +227,6 @@ class LLMRoutingParallelEnv(BatchParallelEnv[Problem, RoutingBatch], ParallelEnv
         turn, now = self._turn(), float(self.batch.env["now"][0])
         return {agent: {"turn": k == turn, "time_s": now} for k, agent in enumerate(self.agents)}
 
-    def request_owners(self) -> np.ndarray:
-        """Number of the access point of each row of `request_log`, int64."""
-        need_episode("tell the owners", self._random is not None)
-        return self._owner[: self._index].copy()
-
 
 def parallel_env(**kwargs: Any) -> LLMRoutingParallelEnv:
     """The environment, see `LLMRoutingParallelEnv` for the arguments."""

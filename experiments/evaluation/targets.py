@@ -56,11 +56,7 @@ _OVERRUN: dict[str, Range] = {"overrun": (0.0, 1.0, False)}
 _WEIGHTS = ("w_quality", "w_cost", "w_latency", "w_balance")  # made to add up to 1
 SPACES: dict[str, dict[str, Range]] = {
     "least_latency": _OVERRUN,
-    "greedy_qos": {
-        "margin": (0.85, 1.15, False),
-        **_OVERRUN,
-        "fallback": ["drop", "least_harm"],
-    },
+    "greedy_qos": {"margin": (0.85, 1.15, False), **_OVERRUN},
     "priced_greedy": {**_PRICE, **_OVERRUN},
     "expected_qos": {
         **dict.fromkeys(("price_half", "price_full"), (0.02, 2.0, True)),
@@ -73,7 +69,6 @@ SPACES: dict[str, dict[str, Range]] = {
         "latency_filter": [False, True],
         "fallback": ["relax", "drop"],
     },
-    "thompson": {"scale": (0.001, 2.0, True), "prior_weight": (1.0, 5000.0, True)},
 }
 """Parameters of LLM routing's rules that are searched; the other rules have none."""
 

@@ -12,7 +12,7 @@ from ..routing_systems import make_observation
 def small_worlds():
     """Short evaluations over the routing graph, and small settings of prefix routing."""
     with pytest.MonkeyPatch.context() as patch:
-        for agent in ("sac_han", "sac_rows", "td_afterstates", "cem", "rpi"):
+        for agent in ("sac_han", "sac_rows", "td_afterstates", "cem"):
             module = import_module(f"servegym.agents.{agent}")
             for name, value in (("EVAL_EPISODES", 2), ("EVAL_REQUESTS", 20)):
                 if hasattr(module, name):

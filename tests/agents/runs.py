@@ -13,9 +13,6 @@ ON_POLICY |= {"set": ("num_experts=3", "episode_requests=50")}
 EPISODES = {"total_timesteps": 720, "num_envs": 4, "updates": 3, "batch_size": 64}
 EPISODES |= {"eval_every": 240, "eval_rates": (8.0,)}
 EPISODES |= {"set": ("num_experts=3", "episode_requests=60")}
-LABELS = {"total_timesteps": 64, "num_envs": 8, "horizon_s": 1.5, "fit_every": 32}
-LABELS |= {"eval_episodes": 2, "eval_rates": (8.0,), "improve_from": 32}
-LABELS |= {"set": ON_POLICY["set"], "mixture": ("rate=[2,6]", "num_experts=4")}
 PLANS = {"total_timesteps": 300, "num_envs": 8, "num_steps": 16, "width": 16, "eval_every": 128}
 PLANS |= {"set": ("model=toy", "episode_requests=20", "max_episode_steps=17"), "eval_episodes": 2}
 SEARCH = {"total_timesteps": 1200, "population": 10, "worlds": 4, "episodes": 2}
@@ -31,7 +28,6 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "td_afterstates": ("td_afterstates", EPISODES),
     "ppo": ("ppo", ON_POLICY | {"eval_episodes": 2}),
     "ppo_requests": ("ppo_requests", ON_POLICY | {"eval_episodes": 2, "average": 0.1}),
-    "rpi": ("rpi", LABELS),
     "direct_search": ("cem", SEARCH | {"set": ("num_experts=2", "episode_requests=30", "rate=4")}),
     "fleet_search": ("cem", SEARCH | {"set": ("fleet=random", DRAWN, "episode_requests=20")}),
     "prefix_search": ("cem", SEARCH | {"env_id": "servegym/PrefixRouting-v1"}),

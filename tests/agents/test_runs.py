@@ -138,7 +138,6 @@ def test_a_run_of_one_step_ends_and_another_seed_has_other_weights(agent, tmp_pa
         ("ppo", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
         ("sac_han", {"eval_every": 0}, "eval_every: got 0; it must be 1 or more"),
         ("ppo", {"env_id": ROUTING}, "no single Box"),
-        ("rpi", {"candidates": 1}, "candidates"),
         ("direct_search", {"population": 5}, "population"),
         ("direct_search", {"episodes": 9}, "episodes"),
         ("ppo_serverless", {"num_minibatches": 200}, "num_minibatches=200"),

@@ -7,8 +7,8 @@ import torch
 from servegym.agents import td_afterstates as td
 from servegym.agents.lib.environments import make_envs
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.hardware_profiles import load_fleet
 
-from ..routing_systems import moved, permuted
 from .runs import lines
 
 
@@ -42,11 +42,19 @@ def test_the_value_of_sending_is_that_of_the_queue_with_the_request_less_without
 
 
 def test_experts_are_told_apart_by_what_they_are_and_not_by_their_place(random_obs):
-    order, system = np.array([2, 0, 3, 1]), a_system()
-    agent, other = an_agent(system), an_agent(permuted(system, order))
-    obs = random_obs(3)
-    one = agent.judge(td.read_queues(obs, system))[0]
-    two = other.judge(td.read_queues(moved(obs, order), other.system))[0]
+    order, fleet = np.array([2, 0, 3, 1]), load_fleet("edge-6-heterogeneous")
+    systems = [
+        RoutingSystem.from_kwargs(
+            profiles=[fleet.profiles[k].name for k in some], models=[fleet.models[k] for k in some]
+        )
+        for some in (range(4), order)
+    ]
+    obs, whole = random_obs(3), ("latency_requirement", "load")
+    moved = {key: part if key in whole else part[:, order] for key, part in obs.items()}
+    one, two = (
+        an_agent(system).judge(td.read_queues(seen, system))[0]
+        for system, seen in zip(systems, (obs, moved), strict=True)
+    )
     np.testing.assert_allclose(one[:, order], two, atol=1e-5)
     assert np.ptp(one, 1).min() > 1e-4
 

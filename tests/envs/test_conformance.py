@@ -383,7 +383,7 @@ def test_time_limits_truncate(env_id):
 
 FORMS = [(env_id, form) for env_id in servegym.ENV_IDS for form in ("single", "vector")]
 FORMS += [(family.env_id, "parallel") for family in FAMILIES if family.parallel]
-OF_ALL = ("render", "action_masks", "observe", "state", "request_owners")
+OF_ALL = ("render", "action_masks", "observe", "state")
 OF_ONE = ("request_log", "episode_kpis", "clone_state")
 
 

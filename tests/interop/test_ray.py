@@ -33,7 +33,7 @@ def same(one, other):
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "policies"),
     [
-        ("servegym/LLMRouting-v1", ROUTING, ["random", "thompson", "greedy_qos", "rollout"]),
+        ("servegym/LLMRouting-v1", ROUTING, ["random", "greedy_qos", "rollout"]),
         ("servegym/ServerlessMoEFlat-v1", SERVERLESS, ["random", "remoe"]),
         ("servegym/ExpertPlacement-v0", PLACEMENT, ["random", "proxy_optimum", "prism"]),
     ],

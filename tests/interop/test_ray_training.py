@@ -8,7 +8,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import cem, rpi  # noqa: E402
+from servegym.agents import cem  # noqa: E402
 from servegym.agents.lib.parallel import Workers  # noqa: E402
 
 from ..agents.runs import lines  # noqa: E402
@@ -29,17 +29,6 @@ def test_a_search_of_an_index_is_the_same(tmp_path):
         changes |= {"total_timesteps": 400, "population": 10, "worlds": 8, "episodes": 2}
         changes |= {"eval_every": 400, "eval_worlds": 1, "eval_episodes": 1}
         return cem.train(cem.Args(out_dir=str(tmp_path), **changes))
-
-    here, there = run(run_name="here"), run(run_name="there", ray="auto")
-    assert lines(here) == lines(there) and weights(here) == weights(there)
-
-
-def test_labels_of_rollouts_are_the_same(tmp_path):
-    def run(**changes):
-        changes |= {"total_timesteps": 96, "num_envs": 32, "horizon_s": 1.5, "near": 0.05}
-        changes |= {"fit_every": 96, "eval_episodes": 1, "eval_rates": (8.0,)}
-        changes["set"] = ("num_experts=3", "episode_requests=50")
-        return rpi.train(rpi.Args(out_dir=str(tmp_path), **changes))
 
     here, there = run(run_name="here"), run(run_name="there", ray="auto")
     assert lines(here) == lines(there) and weights(here) == weights(there)

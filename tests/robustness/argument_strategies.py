@@ -481,8 +481,7 @@ VECTOR = {
     "copy": flag(),
     "max_episode_steps": whole(1, 1 << 31, optional=True),
 }
-VECTORS = dict.fromkeys(("serverless", "placement", "prefix"), VECTOR)
-VECTORS["routing"] = {**VECTOR, "num_threads": whole(1, 256, most=3)}
+VECTORS = dict.fromkeys(("routing", "serverless", "placement", "prefix"), VECTOR)
 PARALLEL = {
     "routing": {
         "num_access_points": whole(1, 4096, most=6),

@@ -67,7 +67,7 @@ def checkpoint_damages(path: Path):
     yield "other shape", rebuilt(tensors | {name: other}, meta)
 
 
-QUICK = ("rpi", "ppo_placement")
+QUICK = ("sac_rows", "ppo_placement")
 """Of the ways in which checkpoints are read."""
 
 

@@ -4,7 +4,8 @@ Deployments under one model name are the experts. LiteLLM still says which of th
 request (cooldown, tags, teams, retries); the policy chooses among these, and a request that it
 drops is refused with status 429 and ``Retry-After``. With a router::
 
-    strategy = LiteLLMStrategy(Gate(GatewayRouter(fleet, "rpi")), "llm", ["small", "large"])
+    gate = Gate(GatewayRouter(fleet, "fleet_search"))
+    strategy = LiteLLMStrategy(gate, "llm", ["small", "large"])
     strategy.attach(router)
 
 In the proxy the same object is a callback of ``config.yaml`` and attaches itself at the first

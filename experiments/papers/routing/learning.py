@@ -67,29 +67,24 @@ def _routers(options: measuring.Options, at: Mapping[str, Any]) -> list[str | me
     return routers
 
 
-def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]:
-    """P50 and P99 of the wall time and P99 of the processor time of a call, milliseconds."""
+def _times(call: Callable[[int], Any], count: int) -> tuple[float, float]:
+    """P50 and P99 of the wall time of a call, milliseconds."""
     for index in range(min(20, count)):
         call(index)
-    wall, used = np.empty(count), np.empty(count)
+    times = np.empty(count)
     for index in range(count):
-        begin, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        begin = time.perf_counter_ns()
         call(index)
-        used[index] = time.thread_time_ns() - cpu
-        wall[index] = time.perf_counter_ns() - begin
-    wall, used = wall / 1e6, used / 1e6
-    middle, late = np.percentile(wall, [50, 99])
-    return float(middle), float(late), float(np.percentile(used, 99))
+        times[index] = time.perf_counter_ns() - begin
+    middle, late = np.percentile(times / 1e6, [50, 99])
+    return round(float(middle), 4), round(float(late), 4)
 
 
 def _size(*modules: Any) -> int:
-    return sum(p.numel() for module in modules for p in module.parameters())
-
-
-def _served_size(net: Any) -> int:
-    """Parameters of a router without those that only its training uses."""
+    """Parameters, without those that only a training uses."""
     training = ("qf1.", "qf2.", "log_alpha")
-    return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
+    named = (pair for module in modules for pair in module.named_parameters())
+    return sum(p.numel() for name, p in named if not name.startswith(training))
 
 
 def profile_router(decisions: int) -> list[dict[str, Any]]:
@@ -98,8 +93,8 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
     Of so many decisions on the observations of one evaluation episode.
 
     Returns:
-        Rows of ``component``, ``parameters`` and, in milliseconds, ``p50_ms``, ``p99_ms`` (wall)
-        and ``cpu_p99_ms`` (without what other processes took), and ``paper``, the paper's numbers.
+        Rows of ``component``, ``parameters``, ``p50_ms`` and ``p99_ms``, and ``paper``, the paper's
+        numbers.
     """
     import torch
 
@@ -113,36 +108,34 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
     kwargs = {"split": "eval", "rate": 8.0, "episode_requests": decisions}
     envs = make_envs(measuring.ENV_ID, 1, kwargs)
     system = RoutingSystem.from_env(envs)
-    greedy = make_policy("greedy_qos", system)
-    priced = make_policy("priced_greedy", system)
+    rules = {name: make_policy(name, system) for name in ("priced_greedy", "greedy_qos")}
     observation, info = envs.reset(seed=[DEFAULT_SEED])
     inputs = []
     for _ in range(decisions):
         mask = info["action_mask"]
         inputs.append(({k: v.copy() for k, v in observation.items()}, mask.copy()))
-        observation, _, _, _, info = envs.step(priced.act(observation, mask))
+        action = rules["priced_greedy"].act(observation, mask)
+        observation, _, _, _, info = envs.step(action)
     envs.close()
     table = []
 
-    def add(name: str, parameters: Any, call: Callable[[int], Any] | None, paper: str) -> None:
-        times: list[Any] = ["", "", ""]
-        if call is not None:
-            times = [round(value, 4) for value in _times(call, decisions)]
+    def add(name: str, parameters: Any, decide: Callable[..., Any] | None, paper: str = "") -> None:
+        times: Any = ("", "")
+        if decide is not None:
+            times = _times(lambda i: decide(*inputs[i]), decisions)
         row = {"component": name, "parameters": parameters}
-        row |= dict(zip(("p50_ms", "p99_ms", "cpu_p99_ms"), times, strict=True))
-        table.append(row | {"paper": paper})
+        table.append(row | dict(zip(("p50_ms", "p99_ms"), times, strict=True)) | {"paper": paper})
 
     net = Agent("features", True, system)
     add("HAN", _size(net.first, net.second, net.skip), None, "19K, < 1 ms")
-    add("actor", _size(net.actor.drop, net.actor.send, net.actor.price), None, "10K, < 1 ms")
-    add("features", "", lambda i: net.rows(inputs[i][0]), "")
-    add("one decision", "", lambda i: net.act(*inputs[i]), "< 1 ms")
+    add("actor", _size(net.actor), None, "10K, < 1 ms")
+    add("features", "", lambda observation, mask: net.rows(observation))
+    add("one decision", "", net.act, "< 1 ms")
     for run in measuring.shipped_runs():
         router = load_policy(run.path, system)
-        size = _served_size(router.net)
-        add(f"{run.label}, one decision", size, lambda i, r=router: r.act(*inputs[i]), "< 1 ms")
-    add("priced_greedy", 0, lambda i: priced.act(*inputs[i]), "")
-    add("greedy_qos", 0, lambda i: greedy.act(*inputs[i]), "")
+        add(f"{run.label}, one decision", _size(router.net), router.act, "< 1 ms")
+    for name, rule in rules.items():
+        add(name, 0, rule.act)
     return table
 
 
@@ -172,7 +165,6 @@ STUDIES = (
             "and take 5 ms each on a GPU.",
             "The parts are those of sac_han's default architecture with untrained weights; the "
             "shipped routers follow as a whole.",
-            "cpu_p99_ms is processor time: it leaves out what other processes took of the core.",
         ],
     ),
 )

@@ -1,4 +1,4 @@
-"""Routers against load, burstiness, number of experts and latency requirement (Fig. 7, 9, 11-13).
+"""Routers against load, burstiness, number of experts and latency requirement (Fig. 7, 9-13).
 
 ::
 
@@ -40,6 +40,8 @@ LIMITS_MS = (20.0, 25.0, 30.0, 35.0, 40.0, 45.0)
 POINTS = {"edge-6-heterogeneous": (5.0, 8.0), "paper-linear": (3.0, 5.0)}
 """Rates of the comparisons: the paper's, and the one where a fleet is loaded but not lost."""
 SHOWN = ("qos", "latency_ms_per_token", "drop_rate")
+PARTS = ("communication_s", "routing_s", "waiting_s", "inference_s")
+"""Of the time from end to end."""
 
 
 def _comparison(name: str, figure: str, arrivals: str, requests: int) -> Any:
@@ -98,6 +100,20 @@ def _limits(options: Options) -> list[Row]:
 STUDIES = (
     _comparison("fig7_poisson", "fig7", "poisson", 1000),
     _comparison("fig9_burstgpt", "fig9", "burstgpt", 2000),
+    Study(
+        "fig10_end_to_end",
+        "fig10",
+        measure,
+        at_rates(lambda options, fleet: (LOADED.get(fleet, 5.0),)),
+        compared(),
+        found_for(
+            CLAIMS,
+            "fig10_end_to_end",
+            "The mean is over served requests, and a request is shorter on a model with short "
+            "answers: compare latencies together with the QoS and the share of refused requests.",
+        ),
+        Bars(x="policy", y=(*PARTS, "e2e_s"), panels="point"),
+    ),
     Study(
         "fig11_experts",
         "fig11",

@@ -31,9 +31,7 @@ BASELINES = (
     "priced_greedy",
 )
 """Compared in every table; round_robin, shortest_queue and bert_router are the paper's."""
-REFERENCES = ("greedy_qos", "priced_greedy")
-"""Heuristics that everything is compared with episode by episode, where they are measured."""
-GRAPH_AGENTS = ("sac_han", "sac_rows", "cem", "rpi")
+GRAPH_AGENTS = ("sac_han", "sac_rows", "cem")
 
 LOADED = {"edge-6-heterogeneous": 8.0, "paper-linear": 5.0}
 """The rate at which a fleet is loaded but not lost."""
@@ -98,7 +96,7 @@ class Options(study.Options):
 
 
 def find_runs(folder: Path) -> list[TrainedRun]:
-    """The trainings below a folder: every folder with a checkpoint, without controls.
+    """The trainings below a folder: every folder with a checkpoint.
 
     Their labels say the agent and what is unusual about the training's environment: its number of
     experts, a range of requirements L, or predictions that it did without.
@@ -111,7 +109,7 @@ def find_runs(folder: Path) -> list[TrainedRun]:
     from servegym.agents import load_policy
 
     files = [*folder.rglob("best.safetensors"), *folder.rglob("last.safetensors")]
-    runs = sorted({path.parent for path in files if "shuffled" not in path.parent.name})
+    runs = sorted({path.parent for path in files})
     return [
         _trained(policy.name + _unusual(policy.training_env), policy, False)
         for policy in map(load_policy, runs)
@@ -196,8 +194,8 @@ def measure(
 
     The interval of a heuristic, or of a router trained once, is over episodes; that of a router
     trained with several seeds is over trainings and episodes together. ``interval_over`` says
-    which; rows of earlier routers have intervals over ``trainings`` alone. ``over_X`` is the
-    difference to the heuristic X on the same episodes; for the rest see `over_rivals`.
+    which; rows of earlier routers have intervals over ``trainings`` alone. For the rest see
+    `over_rivals`.
 
     Args:
         options: The command line.
@@ -232,10 +230,6 @@ def measure(
         name: [[one["avg_qos"] for one in part] for part in parts]
         for name, parts in episodes.items()
     }
-    for reference in (name for name in REFERENCES if name in policies):
-        for name, row in named.items():
-            gain = over_trainings(qos[name], qos[reference][0])
-            row |= interval_columns(f"over_{reference}", [round(value, 6) for value in gain])
     for name, row in named.items():
         row |= over_rivals(name, named, qos)
     return list(named.values())
@@ -281,28 +275,7 @@ def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, A
         values = np.array([one[key] for part in parts for one in part], dtype=np.float64)
         values = values[np.isfinite(values)]
         row[column] = scale * float(values.mean()) if values.size else math.nan
-    row |= concentration(parts)
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
-
-
-def concentration(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """How the sent requests spread over the experts: a collapsed router sends all to one.
-
-    Returns:
-        ``top_share``, the busiest expert's share of the requests sent to any, and
-        ``share_entropy``, 1 for even shares and 0 for one expert; of the training where they are
-        furthest from even. NaN without requests.
-    """
-    spreads = []
-    for part in parts:
-        names = [key for key in part[0] if key.startswith("share_")]
-        sent = np.array([np.mean([row[key] for row in part]) for key in names])
-        if sent.sum() > 0:
-            sent = sent / sent.sum()
-            entropy = -(sent[sent > 0] * np.log(sent[sent > 0])).sum() / np.log(max(len(sent), 2))
-            spreads.append((float(sent.max()), float(entropy)))
-    top, entropy = max(spreads, default=(math.nan, math.nan))
-    return {"top_share": top, "share_entropy": entropy}
 
 
 def chosen(options: Options, fleet: str, *unusual: str) -> list[TrainedRun]:

@@ -19,15 +19,16 @@ def test_the_estimator_says_what_experts_serve_within_the_requirement():
         limits = np.array([0.01, 0.03, 0.2])
         model = LatencyModel(system)
         most, rate, lone_s = model.within(limits, system.placed({"request": limits}))
-        prompt, limit_of = system.train.prompt_tokens.mean(), system.batch_limit()
+        library, limit_of = system.library, system.batch_limit()
+        prompt = library.train.prompt_tokens.mean()
         for k, limit in enumerate(limits):
             for n in range(0, system.num_experts, 4):
                 length = system.mean_output_tokens[n]
-                prefill = np.interp(prompt, system.prefill_tokens, system.prefill_s[n])
+                prefill = np.interp(prompt, library.prefill_tokens, library.prefill_s[n])
                 latency = []
                 for b in range(1, limit_of[n] + 1):
                     decode = np.interp(
-                        prompt + length / 2, system.context_tokens, system.decode_s[n, b]
+                        prompt + length / 2, library.context_tokens, library.decode_s[n, b]
                     )
                     latency.append(decode + b * prefill / length)
                 within = max(1, sum(x <= limit for x in latency))
@@ -50,7 +51,8 @@ def test_a_batch_of_drawn_fleets_is_estimated_as_each_fleet_alone():
     seen = {key: np.array(value) for key, value in batch.observation.items()}
     together, load = LatencyModel(drawn).estimate(seen), ExpectedQos(drawn).fleet(seen)
     for row in range(rows):
-        system = drawn.of(seen["fleet"][row])
+        problem = setting_problem(batch.fleets[row], view=layout.GRAPH)
+        system = RoutingSystem.from_problem(problem)
         count = system.num_experts
         own = {key: value[row : row + 1] for key, value in seen.items()}
         whole = ("load", "latency_requirement")

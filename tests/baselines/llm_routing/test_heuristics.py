@@ -7,7 +7,6 @@ from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.route_balance import weighted_score
 from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.envs.llm_routing.outcomes import OUTCOME
 
 from ...routing_systems import linear_system, make_observation
 
@@ -22,7 +21,7 @@ LAWS = [
 MEANS = [0.50, 0.62, 0.55, 0.70, 0.66, 0.58]
 
 
-def make_system(num_experts=6, train=True):
+def make_system(num_experts=6):
     rng = np.random.default_rng(5)
     shape = (200, num_experts)
     lengths = rng.integers(1, 300, shape).astype(float)
@@ -32,21 +31,15 @@ def make_system(num_experts=6, train=True):
         mean_score=MEANS[:num_experts],
         train=TrainRequests(
             rng.integers(5, 400, 200).astype(float), scores, lengths, scores, lengths
-        )
-        if train
-        else None,
+        ),
     )
 
 
-def names(*, env=False):
-    """Registered names without aliases; those that need an environment only on request."""
-    return [i.name for i in list_policies() if i.alias_of is None and (env or i.name != "rollout")]
+NAMES = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
+RANDOM = ("random", "power_of_two")
 
 
-RANDOM = ("random", "power_of_two", "thompson")
-
-
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NAMES)
 def test_masks_are_respected_and_full_rows_drop(name):
     policy = make_policy(name, make_system())
     policy.reset(64, 3)
@@ -68,7 +61,7 @@ def test_masks_are_respected_and_full_rows_drop(name):
         policy.feedback(rng.random(64))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NAMES)
 def test_same_seed_same_actions_and_reset_forgets(name):
     policy, again = (make_policy(name, make_system()) for _ in range(2))
     histories = []
@@ -86,7 +79,7 @@ def test_same_seed_same_actions_and_reset_forgets(name):
     assert np.array_equal(histories[0], histories[2])
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n not in RANDOM])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in RANDOM])
 def test_rows_do_not_influence_each_other(name):
     rng = np.random.default_rng(4)
     together = make_policy(name, make_system())
@@ -139,41 +132,6 @@ def test_least_outstanding_counts_running_and_waiting_and_rotates_ties():
     observation["experts"][0, :, 1] = [5, 3, 5, 5, 5, 5]
     observation["experts"][0, :, 2] = [0, 1, 0, 0, 0, 0]
     assert policy.act(observation, mask)[0] == 2
-
-
-def outcome(row, request, qos):
-    record = np.zeros(1, OUTCOME)
-    record["row"], record["decision"], record["qos"] = row, request, qos
-    return record
-
-
-def test_thompson_learns_when_a_request_ends():
-    policy = make_policy("thompson", make_system(train=False))
-    policy.reset(2)
-    rng = np.random.default_rng(0)
-    decisions = []
-    for _ in range(12):
-        observation, mask = make_observation(rng, 2)
-        action = policy.act(observation, mask)
-        policy.outcomes(np.zeros(0, OUTCOME))
-        policy.feedback(np.ones(2))  # the step's reward tells it nothing
-        x = policy.features(observation)
-        decisions.append((action[0] - 1, x[0, action[0] - 1]))
-    gram, target = np.tile(np.eye(8), (6, 1, 1)), np.zeros((6, 8))
-    assert np.allclose(policy._inverse[0], np.linalg.inv(gram)) and not policy._target.any()
-    policy.outcomes(np.concatenate([outcome(0, 7, 0.9), outcome(0, 2, 0.4), outcome(0, 7, 0.1)]))
-    for request, qos in ((7, 0.9), (2, 0.4)):  # the second word on request 7 is none
-        arm, x = decisions[request]
-        assert arm >= 0
-        gram[arm] += np.outer(x, x)
-        target[arm] += qos * x
-    assert np.allclose(policy._inverse[0], np.linalg.inv(gram), atol=1e-10)
-    assert np.allclose(policy._target[0], target)
-    assert not policy._target[1].any()
-    policy.episode_start(np.array([True, False]))
-    policy.act(*make_observation(rng, 2))
-    policy.outcomes(outcome(0, 3, 1.0))  # of the episode before
-    assert not policy._target[0].any()
 
 
 def test_route_balance_scores_as_the_original():

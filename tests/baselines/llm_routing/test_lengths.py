@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from servegym.baselines.llm_routing import latency
-from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, LengthModel
+from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, length_curves
 from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.registry import make_policy
 from servegym.hardware_profiles.interpolation import along
@@ -45,7 +45,7 @@ def test_survival_by_hand(monkeypatch):
     # Predicted 3: 2, 2, 4, 8 tokens; predicted 8: 10 tokens. Other rows count for next to nothing.
     system = system_of([[3], [3], [3], [3], [8]], [[2], [2], [4], [8], [10]])
     monkeypatch.setattr(latency, "POOLING", 1e12)
-    model = LengthModel(system)
+    model = length_curves(system)
     # One row in five of all weighs as one row of the bucket: shares of 4 + 1 rows.
     shares = {2: (2 + 0.4) / 5, 4: (1 + 0.2) / 5, 8: (1 + 0.2) / 5, 10: 0.2 / 5}
     mean = sum(length * share for length, share in shares.items())
@@ -62,23 +62,23 @@ def test_survival_by_hand(monkeypatch):
 @pytest.mark.parametrize("limit", [0.018, 0.024, 0.032])
 def test_expected_qos_is_the_sum_over_all_lengths(limit):
     exact = make_system()
-    assert exact.train is not None
+    library = exact.library
     # Predictors err: any length under a prediction of 50, 150 or 250 tokens.
-    rough = np.random.default_rng(3).choice([50.0, 150.0, 250.0], exact.train.output_tokens.shape)
-    train = dataclasses.replace(exact.train, predicted_lengths=rough)
-    system = dataclasses.replace(exact, train=train)
+    rough = np.random.default_rng(3).choice([50.0, 150.0, 250.0], library.train.output_tokens.shape)
+    train = dataclasses.replace(library.train, predicted_lengths=rough)
+    system = dataclasses.replace(exact, library=library._replace(train=train))
     expected, estimates = ExpectedQos(system), LatencyModel(system, overrun=0.0)
     observation, _ = make_observation(np.random.default_rng(8), 4, limit=limit)
     observation["running"][..., 4] = np.floor(observation["running"][..., 4])
-    estimate = expected(observation)
+    estimate = expected.estimate(observation)
     gain, harm, promised = estimate.gain, estimate.harm, estimate.held
-    seen = at_mean_lengths(expected.lengths, observation)
+    seen = at_mean_lengths(expected.curves, observation)
     wanted = estimates.estimate(seen).with_new  # from lengths in single precision
     np.testing.assert_allclose(estimate.with_new, wanted, rtol=1e-6)
 
     def chance(n, latency, predicted, mean, g, elapsed, decode):
-        bucket = np.searchsorted(expected.lengths.edges[n], predicted, side="right")
-        mass = -np.diff(expected.lengths.survival[n, bucket], prepend=1.0)
+        bucket = np.searchsorted(expected.curves.edges[n], predicted, side="right")
+        mass = -np.diff(expected.curves.survival[n, bucket], prepend=1.0)
         length = np.arange(mass.size)
         mass[length <= g] = 0.0
         if mass.sum() == 0.0:  # longer than all in training: one more token
@@ -94,8 +94,9 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
             held += int((observation["waiting_mask"][b, n]).sum())
             prompt, score, predicted = (float(x) for x in observation["request"][b, n])
             mean = float(seen["request"][b, n, 2])
+            by_load = library.decode_s[n]
             decode = [
-                along(system.context_tokens, system.decode_s[n, min(k, 5)], [prompt + mean / 2])[0]
+                along(library.context_tokens, by_load[min(k, 5)], [prompt + mean / 2])[0]
                 for k in (held, held + 1)
             ]
             late = estimate.with_new[b, n]
@@ -125,7 +126,7 @@ def test_the_rule_asks_a_price_that_follows_the_arrival_rate(rate):
     policy = make_policy("expected_qos", system, price_half=0.2, price_full=0.8, power_half=3.0)
     policy.reset(64)
     expected = ExpectedQos(system)
-    estimate = expected(observation)
+    estimate = expected.estimate(observation)
     batch, served, _ = LatencyModel(system).within(np.full(64, 0.03), system.placed(observation))
     rho = np.clip(rate / served[0].sum(), 0.2, 2.0)
     assert expected.fleet(observation).rate == pytest.approx(rate / served[0].sum(), rel=1e-5)

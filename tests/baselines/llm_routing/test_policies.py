@@ -19,7 +19,8 @@ HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "r
 
 
 def make_envs(num_envs=8, **kwargs):
-    kwargs = {"split": "val", "episode_requests": 400, "rate": 5.0, **kwargs}
+    usual = {"split": "val", "episode_requests": 400} | ({} if "fleet" in kwargs else {"rate": 5.0})
+    kwargs = usual | kwargs
     return gymnasium.make_vec(
         ID, num_envs=num_envs, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED, **kwargs
     )
@@ -36,6 +37,7 @@ def episodes(envs, policy, seed=50, watch=None):
     while not done.any():
         mask = info["action_mask"]
         action = policy.act(observation, mask)
+        assert mask[np.arange(len(action)), action].all()
         if watch is not None:
             watch(observation, mask, action)
         observation, reward, done, _, info = envs.step(action)
@@ -58,16 +60,18 @@ def test_the_system_is_that_of_the_environment_and_of_the_train_split_only():
         make_envs(2, num_experts=4, running_capacity=3, waiting_capacity=2, split="eval")
     )
     assert np.array_equal(system.mean_score, other.mean_score)
-    assert np.array_equal(system.train.scores, other.train.scores)
+    assert np.array_equal(system.library.train.scores, other.library.train.scores)
     named = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    assert named.experts == system.experts and np.array_equal(named.decode_s, system.decode_s)
+    library = system.library
+    assert named.experts == system.experts
+    assert np.array_equal(named.library.decode_s, library.decode_s)
     with pytest.raises(ValueError, match="Did you mean 'rate'"):
         RoutingSystem.from_kwargs(ratee=3)
     for n, profile in enumerate(problem.profiles):
         t = profile.tables()
         # Exact at the tables' own points, wherever they lie on the common grid.
         dense = t.dense_s[[0, -1]] + t.head_s[0]
-        own = np.interp(t.dense_tokens[[0, -1]], system.prefill_tokens, system.prefill_s[n])
+        own = np.interp(t.dense_tokens[[0, -1]], library.prefill_tokens, library.prefill_s[n])
         chunk = np.interp(t.dense_tokens[[0, -1]], t.chunk_tokens, t.chunk_attention_s[:, 0])
         assert np.allclose(own, dense + chunk, rtol=1e-6)
     with pytest.raises(ValueError, match="routing environment"):
@@ -100,18 +104,33 @@ def test_the_order_of_the_heuristics():
     for rate in (5.0, 8.0):
         envs = make_envs(rate=rate, reward="paid_forward")
         system = RoutingSystem.from_env(envs)
-        names = HONEST if rate == 8.0 else ("random", "least_latency", "thompson")
+        names = HONEST if rate == 8.0 else ("random", "least_latency")
         for name in names:
             qos[name, rate] = episodes(envs, make_policy(name, system))["avg_qos"].mean()
-    for name in ("least_latency", "thompson"):
-        assert qos[name, 5.0] > qos["random", 5.0] + 0.08, name
+    assert qos["least_latency", 5.0] > qos["random", 5.0] + 0.08
     at_8 = {name: value for (name, rate), value in qos.items() if rate == 8.0}
     for name in ("least_outstanding", "greedy_qos", "route_balance"):
         assert at_8[name] > at_8["random"] + 0.08, name
-    assert at_8["always_busiest"] < at_8["random"] - 0.03 and at_8["drop_all"] == 0.0
+    assert at_8["drop_all"] == 0.0
     best, second, *rest = sorted(at_8.values(), reverse=True)
     assert (best, second) == (at_8["expected_qos"], at_8["priced_greedy"])
     assert second > max(rest) + 0.02
+
+
+@pytest.mark.parametrize("name", [*HONEST, "rollout"])
+def test_every_policy_plays_drawn_fleets(name):
+    rollout = name == "rollout"
+    envs = make_envs(5, fleet="random", episode_requests=12 if rollout else 40)
+    system = RoutingSystem.from_env(envs)
+    policy = make_policy(name, system, **({"horizon": 2} if rollout else {}))
+    assert (episodes(envs, policy, seed=3)["avg_qos"] > 0).any() == (name != "drop_all")
+
+
+def test_what_only_a_system_has_is_refused_before_a_fleet_is_seen():
+    system = RoutingSystem.from_env(make_envs(1, fleet="random"))
+    assert (system.num_experts, system.running_capacity) == (16, 64)
+    with pytest.raises(ValueError, match="mean_score"):
+        _ = system.mean_score
 
 
 def test_without_predictions_nothing_is_known_of_scores_and_lengths():

@@ -286,28 +286,6 @@ def test_a_preempted_request_goes_ahead_of_a_full_queue():
     assert [r.finish for r in sim.log[:3]] == [7.375, 9.5, 9.5]
 
 
-# step = 1 + tokens/8 exactly (kb = k1). Chunked, paged, 4 blocks of 4.
-CHUNKED_LAW = linear_law(1.0, k1=1 / 8, kb=1 / 8)
-
-
-def test_a_preempted_request_begins_anew():
-    # A: t=0, p=6, d=5; B: t=0.5, p=5, d=4.
-    # tau=0     A: chunk 6: 1.75                                               -> 1.75
-    # tau=1.75  A has 1, decodes; B: chunk 5: 1 + 6/8                          -> 3.5
-    # tau=3.5   A has 2 (8, 2 blocks), B has 1 (6, 2 blocks); decode 1.25      -> 4.75
-    # tau=4.75  A has 3 (9, 3), B has 2 (7, 2): 5 > 4, B goes. Decode -> 5.875
-    # tau=5.875 A has 4 (10, 3); B needs blocks(7) = 2; decode 1.125           -> 7
-    # tau=7     A leaves. B: chunk 7: 1 + 7/8 -> 8.875
-    # then      B has 3, decodes 1.125 -> 10
-    requests = [(0.0, 6, 5, 1.0), (0.5, 5, 4, 1.0)]
-    sim = one_expert(CHUNKED_LAW, requests, scheduler="chunked_prefill", **PAGED)
-    _, (a, b) = simulate(sim, [SEND] * 2)
-    assert a.finish == 7.0
-    assert b.preemptions == 1
-    assert b.finish == 10.0
-    assert [i.chunks for i in sim.experts[0].history if i.chunks][-1] == [(1, 7, 0)]
-
-
 def test_a_full_queue_rejects_and_the_mask_says_so():
     # One slot, one waiting place: A runs, B waits, C is rejected, D finds A done (t = 2.5) and
     # takes the place that B left.

@@ -66,24 +66,6 @@ def test_equals_the_reference(scheduler, memory_policy, ahead, times):
     assert (preempted > 0) == (memory_policy == "paged")
 
 
-def test_three_requests_by_hand():
-    """Orca with base 1 s, 1 s a prompt token, 0.1 s a sequence: every time follows on paper."""
-    result = replay(
-        [0.0, 1.0, 10.0],
-        [2, 1, 1],
-        [3, 2, 1],
-        profile=linear(base=1.0, k1=1.0, kb=0.1),
-        scheduler="orca",
-    )
-    # 0.0-3.0 prefill of request 0; 3.0-5.0 prefill of request 1 (there since 1.0);
-    # 5.0-6.2 both decode: request 1 ends; 6.2-7.3 request 0 decodes alone and ends.
-    # 10.0-12.0 prefill of request 2, which has one token.
-    np.testing.assert_allclose(result["ttft_s"], [3.0, 4.0, 2.0])
-    np.testing.assert_allclose(result["finish_s"], [7.3, 6.2, 12.0])
-    np.testing.assert_allclose(result["tpot_s"], [2.15, 1.2, np.nan])
-    np.testing.assert_allclose(result["queue_s"], [0.0, 2.0, 0.0])
-
-
 def test_by_default_iterations_are_planned_as_the_engine_does():
     requests = ([0.0, 0.02, 0.03], [200, 200, 200], [9, 9, 9])
     for name, ahead in (("rtx4090-llama-3.1-8b", True), ("paper-linear-01", False)):

@@ -1,1 +1,0 @@
-"""Routing: questions of our own."""
