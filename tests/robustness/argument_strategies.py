@@ -264,22 +264,9 @@ ROUTING: dict[str, Any] = {
     "score_predictor": name("confusion", "mean", "zero", "exact", "learned"),
     "length_predictor": name("confusion", "mean", "zero", "exact", "learned"),
     "predictor_kwargs": kwargs(
-        st.fixed_dictionaries(
-            {},
-            optional={
-                quantity: st.fixed_dictionaries(
-                    {}, optional={"pool": st.sampled_from(["catalog", "columns"])}
-                )
-                for quantity in ("score", "length")
-            },
-        ),
-        *(
-            {"score": 3},
-            {"score": {"pool": "nobody"}},
-            {"scores": {}},
-            {"length": {"table": 3}},
-        ),
-        called=("pool=", "table="),
+        st.sampled_from([{}, {"score": {}}, {"score": {}, "length": {}}]),
+        *({"score": 3}, {"score": {"tables": "nobody"}}, {"scores": {}}, {"length": {"table": 3}}),
+        called=("table=",),
     ),
     "async_scheduling": {"needs": CHUNKED},
     "running_capacity": {"most": 64},
@@ -482,8 +469,7 @@ VECTOR = {
     "copy": flag(),
     "max_episode_steps": whole(1, 1 << 31, optional=True),
 }
-VECTORS = dict.fromkeys(("serverless", "placement", "prefix"), VECTOR)
-VECTORS["routing"] = {**VECTOR, "num_threads": whole(1, 256, most=3)}
+VECTORS = dict.fromkeys(("routing", "serverless", "placement", "prefix"), VECTOR)
 PARALLEL = {
     "routing": {
         "num_access_points": whole(1, 4096, most=6),
