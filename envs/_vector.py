@@ -65,7 +65,7 @@ class BatchVectorEnv(VectorEnv, Generic[P, B]):
         self.copy = flag("copy", copy)
         self.validate = flag("validate", validate)
         self.problem = single.make_problem(kwargs)
-        self.batch = self._make_batch()
+        self.batch = single.make_batch(self.problem, self.num_envs)
         self.single_observation_space = single.make_observation_space(self.problem)
         self.single_action_space = single.make_action_space(self.problem)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -81,9 +81,6 @@ class BatchVectorEnv(VectorEnv, Generic[P, B]):
         self._all.flags.writeable = False
         self._which = np.ones(self.num_envs, dtype=np.int8)
         self.closed = False
-
-    def _make_batch(self) -> Any:
-        return self.SINGLE.make_batch(self.problem, self.num_envs)
 
     def _check_actions(self, actions: Any) -> Any:
         """The actions as `Batch.step` takes them; ValueError for a wrong shape or type."""

@@ -14,7 +14,6 @@ from servegym._jit import compile_kernels
 from servegym.envs._arguments import Range, ends
 from servegym.envs._batch import Batch
 from servegym.envs._columns import Column, bounds
-from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import MEMORY_POLICIES, SCHEDULERS, Problem
 from servegym.envs.llm_routing.fleets import FLEET_FEATURES
@@ -153,10 +152,9 @@ class RoutingBatch(Batch):
             array. Overwritten by every call.
     """
 
-    def __init__(self, problem: Problem, num_rows: int, num_threads: int = 1) -> None:
+    def __init__(self, problem: Problem, num_rows: int) -> None:
         self.problem = problem
         self.num_rows = num_rows
-        self.threads = RowThreads(num_rows, num_threads)
         c = problem.cfg[0]
         n, slots, length = problem.num_experts, int(c["slots"]), problem.arguments.episode_requests
         cap_r, cap_w = problem.arguments.running_capacity, problem.arguments.waiting_capacity
@@ -302,22 +300,14 @@ class RoutingBatch(Batch):
         """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``."""
         actions = np.ascontiguousarray(actions, np.int64)
         which = np.ascontiguousarray(which, np.int8)
-
-        def move(start: int, stop: int) -> int:
-            return self._step(*self._arguments, actions, which, start, stop)
-
-        counts = self.threads.run(move)
-        if counts[0] < 0:
-            bad = -1 - counts[0]
+        count = self._step(*self._arguments, actions, which, 0, self.num_rows)
+        if count < 0:
+            bad = -1 - count
             raise ValueError(
                 f"action {int(actions[bad])} of system {bad} is out of range: "
                 f"{action_words(self.problem)}."
             )
-        return sum(counts)
-
-    def close(self) -> None:
-        """End the threads; a later step starts them anew."""
-        self.threads.close()
+        return count
 
     def clone(self, row: int) -> RoutingState:
         """Copy one system."""
@@ -412,12 +402,11 @@ class RoutingBatch(Batch):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("problem", "num_rows", "fleets", *_STATE_ARRAYS)
-        state = {name: getattr(self, name) for name in names}
-        return state | {"num_threads": self.threads.num_threads}
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffer.
-        RoutingBatch.__init__(self, state["problem"], state["num_rows"], state["num_threads"])
+        RoutingBatch.__init__(self, state["problem"], state["num_rows"])
         for row, setting in enumerate(state["fleets"]):
             if setting is not None:
                 self._put_fleet(row, setting)
