@@ -13,13 +13,6 @@ from servegym._files import MalformedFileError, read_json
 DATA_DIR = Path(__file__).resolve().parent / "data"
 
 
-class FieldError(ValueError):
-    """An array that cannot be used: its name, and what is wrong with it."""
-
-    def __str__(self) -> str:
-        return "".join(self.args)
-
-
 def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]:
     """Arrays of an ``.npz`` file, none of them pickled.
 
@@ -70,13 +63,13 @@ def checked(
         dtype: Of the array; the values of one of integers must be whole.
 
     Raises:
-        FieldError: Naming the field and the place of what is wrong.
+        ValueError: Naming the field and the place of what is wrong.
     """
     array = np.asarray(values)
     if array.shape != shape:
-        raise FieldError(name, f" has shape {array.shape}, it must be {shape}.")
+        raise ValueError(f"{name} has shape {array.shape}, it must be {shape}.")
     if array.dtype.kind not in "iuf":
-        raise FieldError(name, f" has dtype {array.dtype}, it must be numeric.")
+        raise ValueError(f"{name} has dtype {array.dtype}, it must be numeric.")
     whole = np.issubdtype(dtype, np.integer)
     bad = ~np.isfinite(array)
     problem = "it must be finite"
@@ -91,5 +84,5 @@ def checked(
         problem = f"it must be in [{least}, {most}]"
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise FieldError(name, f"{list(where)} is {array[where]}, {problem}.")
+        raise ValueError(f"{name}{list(where)} is {array[where]}, {problem}.")
     return frozen(array, dtype)

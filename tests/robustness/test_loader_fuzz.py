@@ -8,7 +8,6 @@ or exchanged for a folder, and with every value of it replaced by what does not 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import os
@@ -24,9 +23,6 @@ import pytest
 
 from servegym import hardware_profiles
 from servegym.envs.workloads import load_catalog, predictions
-from servegym.envs.workloads.activations import make_toy_activations, read_activations
-from servegym.envs.workloads.build.activations import write_activations
-from servegym.envs.workloads.catalog import read_catalog
 from servegym.envs.workloads.traces import load_trace, read_requests
 from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
@@ -61,39 +57,6 @@ def _text(name: str, text: str) -> Callable[[Path], Path]:
 def _shipped(name: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         return Path(shutil.copy(data_path(name), folder / name))
-
-    return write
-
-
-def _catalog(folder: Path) -> Path:
-    made = load_catalog("synthetic", num_models=3, num_prompts=12)
-    path = folder / "small.npz"
-    np.savez(
-        path,
-        models=np.array(made.models),
-        prompt_id=np.arange(12),
-        split=made.split,
-        prompt_tokens=made.prompt_tokens,
-        scores=made.scores,
-        output_tokens=made.output_tokens,
-        max_output_tokens=np.array(made.max_output_tokens),
-    )
-    path.with_suffix(".json").write_text('{"source": "made up"}')
-    return path
-
-
-def _catalog_notes(folder: Path) -> Path:
-    return _catalog(folder).with_suffix(".json")
-
-
-TOY = make_toy_activations(prompts=12)
-
-
-def _activations(ending: str) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        about = {"kind": "recorded", "name": "gpt-oss-20b", "provenance": {"name": "toy"}}
-        write_activations(dataclasses.replace(TOY, **about), folder)
-        return folder / f"activations-gpt-oss-20b{ending}"
 
     return write
 
@@ -134,22 +97,10 @@ def _measured(path: Path) -> Any:
 LOADERS: dict[str, Loader] = {
     "profile": Loader(_shipped(f"{CARD}.json"), hardware_profiles.load),
     "fleet": Loader(_shipped("fleet-edge-6-heterogeneous.json"), hardware_profiles.load_fleet),
-    "catalog": Loader(_catalog, read_catalog),
-    "catalog notes": Loader(_catalog_notes, lambda path: read_catalog(path.with_suffix(".npz"))),
     "trace": Loader(_text("trace.csv", TRACE), load_trace, free=("tokens",)),
     "trace lines": Loader(_text("trace.jsonl", JSONL), load_trace),
     "requests": Loader(
         _text("requests.csv", REQUESTS), lambda path: read_requests(path, lambda _: FIELDS)
-    ),
-    "activations": Loader(
-        _activations(".npz"), lambda p: read_activations(p.with_suffix(".json"), TOY.model)
-    ),
-    "activations bank": Loader(
-        _activations("-bank-0.npz"),
-        lambda p: read_activations(p.with_name("activations-gpt-oss-20b.json"), TOY.model),
-    ),
-    "activations list": Loader(
-        _activations(".json"), lambda p: read_activations(p, TOY.model), free=("",)
     ),
     "prediction table": Loader(
         _table,
@@ -371,7 +322,7 @@ def judged(
 def test_damaged_files_are_refused_by_name(name, tmp_path):
     loader = LOADERS[name]
     good = loader.write(tmp_path)
-    content, named = good.read_bytes(), good.stem.split("-bank")[0]
+    content, named = good.read_bytes(), good.stem
     assert refusal(loader.read, good) is None
     always = ("a folder", "noise", *(["missing"] if name not in NEW else []))
     damages = byte_damages(content, good.suffix)

@@ -1,8 +1,8 @@
 """Fit the arrival presets to BurstGPT and Azure; writes ``data/arrivals.json``.
 
-    python -m servegym.envs.workloads.build.arrivals --data FOLDER
+    SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.arrivals
 
-FOLDER (default: ``$SERVEGYM_DATA``) holds ``burstgpt/burstgpt_1_first500_reconstructed.csv``,
+FOLDER holds ``burstgpt/burstgpt_1_first500_reconstructed.csv``,
 ``burstgpt/burstgpt_1_hourly_requests.csv`` and ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``.
 All fits are in units of the trace's mean gap, with fixed seeds.
 
@@ -26,7 +26,6 @@ so many that their noise is below what parameters differ by; the least of severa
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,23 +33,19 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, write_json
+from servegym._files import csv_rows
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,
     MMPPArrivals,
     ModulatedArrivals,
 )
-from servegym.envs.workloads.build.lengths import TRACES as LENGTHS
-from servegym.envs.workloads.build.options import fit_arguments
+from servegym.envs.workloads.build import measured_data, write_made
+from servegym.envs.workloads.build.lengths import TRACES
+from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.traces import load_trace
 
-AZURE, ABOUT_AZURE = LENGTHS["azure"]
-TRACES = (
-    "burstgpt/burstgpt_1_first500_reconstructed.csv",
-    "burstgpt/burstgpt_1_hourly_requests.csv",
-    AZURE,
-)
+AZURE, ABOUT_AZURE = TRACES["azure"]
 BURSTGPT_WINDOWS = (1, 2, 5, 10, 20, 50)
 AZURE_WINDOWS = (1, 5, 10, 50, 150, 300, 600)
 AZURE_BLOCK_S = 5.0
@@ -278,13 +273,13 @@ def _entry(
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    (rows, hours, conversations), out = fit_arguments(__doc__, "arrivals.json", TRACES, argv)
+def main() -> None:
+    """Write the fits."""
+    rows = measured_data("burstgpt", "burstgpt_1_first500_reconstructed.csv")
     # The first row is 5 s after the hour; load_trace counts from the first row.
     burst = load_trace(rows).timestamps_s + 5.0
-    hourly = read_hourly(hours)
-    azure = load_trace(conversations).timestamps_s
+    hourly = read_hourly(measured_data("burstgpt", "burstgpt_1_hourly_requests.csv"))
+    azure = load_trace(measured_data(AZURE)).timestamps_s
     shape = hourly_shape(hourly)
     modulated = fit_burstgpt(burst, hourly)
     model_shape = model_hourly_shape(modulated["rate_cv"], modulated["rho"], len(hourly))
@@ -307,17 +302,9 @@ def main(argv: list[str] | None = None) -> None:
                 },
             },
         ),
-        "azure": _entry(
-            azure,
-            AZURE_WINDOWS,
-            fit_azure(azure),
-            ABOUT_AZURE,
-        ),
-        "command": "python -m servegym.envs.workloads.build.arrivals --data FOLDER",
-        "date": datetime.date.today().isoformat(),
+        "azure": _entry(azure, AZURE_WINDOWS, fit_azure(azure), ABOUT_AZURE),
     }
-    write_json(out, content)
-    print(out)
+    write_made(DATA_DIR / "arrivals.json", "arrivals", content)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,17 @@ compare with the recorded ones is in ``experiments/results/prefix/workload_sessi
 
 from __future__ import annotations
 
-import argparse
-import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import write_json
+from servegym.envs.workloads.build import write_made
 from servegym.envs.workloads.build.lengths import fit
 from servegym.envs.workloads.build.prefix_traces import SOURCES
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.prefix_traces import EXTENDED_BLOCKS, PrefixTrace, load_prefix_trace
 
-COMMAND = "python -m servegym.envs.workloads.build.chat_sessions"
 TRACE = "mooncake-conversation"
 CAP = 131_072
 STEPS = 100
@@ -85,21 +81,15 @@ def fit_sessions(trace: PrefixTrace) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=DATA_DIR / "chat-sessions.json")
-    args = parser.parse_args(argv)
+def main() -> None:
+    """Write the laws."""
     content = {
         "kind": "fitted",
         "law": "quantiles at equal steps from 0 to 100 %, linear in between, rounded",
         **SOURCES[TRACE][1],
         **fit_sessions(load_prefix_trace(TRACE)),
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
     }
-    write_json(args.out, content)
-    print(args.out)
+    write_made(DATA_DIR / "chat-sessions.json", "chat_sessions", content)
 
 
 if __name__ == "__main__":

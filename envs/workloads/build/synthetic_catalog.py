@@ -9,15 +9,12 @@ fit moves the parameters until simulated moments equal the measured ones.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import write_json
+from servegym.envs.workloads.build import write_made
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.catalog_names import load_catalog
 from servegym.envs.workloads.files import DATA_DIR
@@ -117,18 +114,13 @@ def fit(catalog: Catalog) -> dict[str, Any]:
         }
         for name, value in measured.items()
     }
-    result["command"] = "python -m servegym.envs.workloads.build.synthetic_catalog"
-    result["date"] = datetime.date.today().isoformat()
     return result
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=DATA_DIR / "synthetic.json")
-    args = parser.parse_args(argv)
-    write_json(args.out, fit(load_catalog("alpaca_eval_7b")))
-    print(args.out)
+def main() -> None:
+    """Write the fit."""
+    content = fit(load_catalog("alpaca_eval_7b"))
+    write_made(DATA_DIR / "synthetic.json", "synthetic_catalog", content)
 
 
 if __name__ == "__main__":

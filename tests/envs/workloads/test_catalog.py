@@ -59,14 +59,14 @@ def test_load_catalog_refuses_unknown_names_and_arguments():
 
 
 @pytest.mark.slow
-def test_build_gives_the_packaged_catalog(tmp_path, measured):
-    table = measured("routing_catalog", "alpaca_eval_7b.csv")
-    build(["--csv", str(table), "--out", str(tmp_path)])
+def test_build_gives_the_packaged_catalog(tmp_path, measured, monkeypatch):
+    monkeypatch.setenv("SERVEGYM_DATA", str(measured("routing_catalog").parent))
+    build(tmp_path)
     fresh, packaged = read_catalog(tmp_path / "alpaca_eval_7b.npz"), load_catalog("alpaca_eval_7b")
     for name in ("prompt_tokens", "scores", "output_tokens", "split", "prompt_ids"):
         assert np.array_equal(getattr(fresh, name), getattr(packaged, name)), name
     once = (tmp_path / "alpaca_eval_7b.npz").read_bytes()
-    build(["--csv", str(table), "--out", str(tmp_path)])
+    build(tmp_path)
     assert (tmp_path / "alpaca_eval_7b.npz").read_bytes() == once
 
 

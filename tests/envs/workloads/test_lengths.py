@@ -26,12 +26,13 @@ def write(folder, rows):
     path.write_text("\n".join(["input_tokens,output_tokens", *lines]) + "\n")
 
 
-def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
+def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     prompt = rng.integers(1, 2001, 5_000)  # uniform: quantile q is 2,000 q
     write(tmp_path, zip(prompt, 2001 - prompt, strict=True))
     out = tmp_path / "lengths.json"
-    fit_lengths.main(["--data", str(tmp_path), "--out", str(out)])
+    monkeypatch.setenv("SERVEGYM_DATA", str(tmp_path))
+    fit_lengths.main(out)
     laws = json.loads(out.read_text())["traces"]
     assert set(laws) == set(fit_lengths.TRACES)
     law = laws["azure"]
