@@ -216,7 +216,6 @@ def make_toy_activations(
         non_expert_mb=np.full(layers, 20.0),
         embedding_mb=100.0,
         kv_bytes_per_token_layer=1152,
-        provenance={"kind": "synthetic", "source": "made up"},
     )
     task = np.arange(prompts) % tasks
     by_task = rng.normal(scale=1.0, size=(tasks, layers, experts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,10 @@ def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]
         raise MalformedFileError(path, None, None, f"cannot be read ({error})", fix) from error
 
 
-def read_fitted(name: str, script: str) -> Any:
-    """Contents of a fitted file in ``data``, which the module ``script`` of ``build`` makes.
-
-    Raises:
-        MalformedFileError: If it cannot be read; says what to run.
-    """
-    return read_json(DATA_DIR / name, f"run `python -m servegym.envs.workloads.build.{script}`")
+@cache
+def read_fitted(name: str) -> Any:
+    """Contents of a fitted file in ``data``."""
+    return read_json(DATA_DIR / name, "reinstall the package")
 
 
 def frozen(values: Any, dtype: Any) -> np.ndarray:

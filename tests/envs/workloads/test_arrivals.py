@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from servegym.envs.workloads import list_arrivals, make_arrivals
-from servegym.envs.workloads.arrivals import fitted_parameters
 from servegym.envs.workloads.build.arrivals import (
     AZURE_WINDOWS,
     BURSTGPT_WINDOWS,
@@ -13,6 +12,7 @@ from servegym.envs.workloads.build.arrivals import (
     mmpp_log_likelihood,
     read_hourly,
 )
+from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.traces import load_trace
 
 FITTED = ("burstgpt", "azure")
@@ -114,7 +114,7 @@ def test_mmpp_matches_theory():
 
 @pytest.mark.parametrize("name", FITTED)
 def test_preset_has_the_measured_burstiness(name):
-    entry = fitted_parameters()[name]
+    entry = read_fitted("arrivals.json")[name]
     arrivals = make_arrivals(name)
     windows = BURSTGPT_WINDOWS if name == "burstgpt" else AZURE_WINDOWS
     rng = np.random.default_rng(23)
@@ -137,10 +137,10 @@ def test_fitted_numbers_are_of_the_measured_traces(measured):
         ("burstgpt", rows, BURSTGPT_WINDOWS),
         ("azure", azure, AZURE_WINDOWS),
     ):
-        stored = fitted_parameters()[name]["fit_error"]["modulated"]
+        stored = read_fitted("arrivals.json")[name]["fit_error"]["modulated"]
         found = burstiness(trace.timestamps_s, windows)
         np.testing.assert_allclose(found, [v["measured"] for v in stored.values()], rtol=2e-3)
-    stored = fitted_parameters()["burstgpt"]["hourly"]
+    stored = read_fitted("arrivals.json")["burstgpt"]["hourly"]
     shape = [stored["cv_within_days"], stored["lag_one_autocorrelation_within_days"]]
     np.testing.assert_allclose(hourly_shape(hours), shape, rtol=2e-3)
 

@@ -8,8 +8,8 @@ from servegym.envs.workloads import list_catalogs, load_catalog
 from servegym.envs.workloads.build.catalog import main as build
 from servegym.envs.workloads.build.synthetic_catalog import moments
 from servegym.envs.workloads.catalog import read_catalog
-from servegym.envs.workloads.files import DATA_DIR
-from servegym.envs.workloads.synthetic_catalog import fitted, synthetic_catalog
+from servegym.envs.workloads.files import DATA_DIR, read_fitted
+from servegym.envs.workloads.synthetic_catalog import synthetic_catalog
 
 SPLIT_SHA256 = "d45f80a514597f1525273e94ff310ec536bd585eab221064beb80ac517a17c51"
 
@@ -73,7 +73,7 @@ def test_build_gives_the_packaged_catalog(tmp_path, measured, monkeypatch):
 def test_synthetic_comes_near_the_fit():
     made = synthetic_catalog(num_models=120, num_prompts=2000, seed=11)
     found = moments(made.prompt_tokens, made.scores, made.output_tokens)
-    errors = fitted()["fit_error"]
+    errors = read_fitted("synthetic.json")["fit_error"]
     bounds = {"mean": 0.03, "std": 0.06, "correlation": 0.06}
     for name in ("score_mean", "length_mean", "score_std", "length_std"):
         bound = bounds[name.split("_")[1]]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from servegym.envs.workloads.build import lengths as fit_lengths
-from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
+from servegym.envs.workloads.files import read_fitted
+from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 
 
 def write(folder, rows):
@@ -50,7 +51,7 @@ def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_the_shipped_law_is_that_of_the_trace(measured):
-    shipped = fitted_lengths()["traces"]["azure"]
+    shipped = read_fitted("lengths.json")["traces"]["azure"]
     assert shipped["requests"] == 19_366
     assert [length_quantiles("azure", k)[10] for k in shipped if "tokens" in k] == [1020, 129]
     for kind, cap in fit_lengths.CAPS["azure"].items():
@@ -63,7 +64,7 @@ def test_the_shipped_law_is_that_of_the_trace(measured):
 
 @pytest.mark.slow
 def test_sharegpt_has_the_published_lengths(measured):
-    shipped = fitted_lengths()["traces"]["sharegpt"]
+    shipped = read_fitted("lengths.json")["traces"]["sharegpt"]
     lengths = fit_lengths.read_lengths(measured("helix", "shared_gpt_lengths.csv"))
     assert shipped["requests"] == len(lengths["prompt_tokens"]) == 82_814
     for kind, values in lengths.items():

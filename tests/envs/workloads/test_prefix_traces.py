@@ -56,7 +56,7 @@ def test_packaged_traces_are_the_builders(name, measured):
 
 def test_the_fitted_conversations_are_the_builders():
     laws = chat_sessions.fit_sessions(load_prefix_trace(chat_sessions.TRACE))
-    packaged = read_fitted("chat-sessions.json", "chat_sessions")
+    packaged = read_fitted("chat-sessions.json")
     assert {name: packaged[name] for name in laws} == laws
     tokens = ("only_prompt_tokens", "first_prompt_tokens", "new_tokens", "output_tokens")
     for name in (*tokens, "gap_s"):
