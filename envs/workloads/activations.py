@@ -22,12 +22,7 @@ import numpy as np
 from servegym._checks import choose, whole
 from servegym._files import read_json
 from servegym.envs.workloads.catalog import SPLIT_SHARES, SPLITS
-from servegym.envs.workloads.expert_sets import (
-    MAX_EXPERTS,
-    draw_top_k,
-    ids_to_masks,
-    set_bits,
-)
+from servegym.envs.workloads.expert_sets import draw_top_k, ids_to_masks, set_bits
 from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays
 from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model
 from servegym.envs.workloads.synthetic_activations import (
@@ -152,24 +147,19 @@ class Activations:
         return self.counts / self.counts.sum(axis=2, keepdims=True)
 
 
-def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
-    """Split prompts 60/10/30 into train, val and eval, stratified by task, groups whole.
+def split_by_task(task: np.ndarray, seed: int) -> np.ndarray:
+    """Split prompts 60/10/30 into train, val and eval, stratified by task (P,): int8 (P,).
 
-    Prompts of one group (P,), near-duplicates, share a split; a group counts as of its first
-    member's task (P,). The seed decides the order within a task. int8 (P,), 0 train, 1 val, 2 eval.
+    The seed decides the order within a task.
     """
-    task, group = np.asarray(task), np.asarray(group)
-    names, first, index, sizes = np.unique(
-        group, return_index=True, return_inverse=True, return_counts=True
-    )
-    keys = np.random.default_rng(seed).random(len(names))
+    keys = np.random.default_rng(seed).random(len(task))
     filled = np.zeros(len(SPLITS))
-    choice = np.zeros(len(names), dtype=np.int8)
-    for g in np.lexsort((keys, task[first])):
-        lack = np.array(SPLIT_SHARES) * (filled.sum() + sizes[g]) - filled
-        choice[g] = np.argmax(lack)
-        filled[choice[g]] += sizes[g]
-    return choice[index.reshape(task.shape)]
+    choice = np.zeros(len(task), dtype=np.int8)
+    for p in np.lexsort((keys, task)):
+        lack = np.array(SPLIT_SHARES) * (filled.sum() + 1) - filled
+        choice[p] = np.argmax(lack)
+        filled[choice[p]] += 1
+    return choice
 
 
 def make_toy_activations(
@@ -183,27 +173,11 @@ def make_toy_activations(
     """Make a small synthetic set for tests and examples.
 
     Each task prefers some experts, each prompt deviates from its task and each token has one of
-    three kinds, the same in all layers. All tokens (16 to 48 a prompt) are banked, so
-    ``counts`` is exactly the sum of the bank. The embeddings (16 wide) tell tasks and prompts.
-
-    Args:
-        prompts: P, >= 1.
-        layers: L, all of them MoE layers.
-        experts: E, 1..64.
-        top_k: 1..E.
-        tasks: Number of tasks, >= 1; prompt p is of task p modulo it.
-        seed: Seed of everything.
-
-    Returns:
-        The set, named ``"toy"``.
-
-    Raises:
-        ValueError: A number is out of range.
+    three kinds, the same in all layers, which are MoE layers. All tokens (16 to 48 a prompt) are
+    banked, so ``counts`` is exactly the sum of the bank. The embeddings (16 wide) tell tasks and
+    prompts; prompt p is of task p modulo ``tasks``.
     """
-    prompts, layers = whole("prompts", prompts, 1), whole("layers", layers, 1)
-    experts = whole("experts", experts, 1, MAX_EXPERTS)
-    top_k, tasks = whole("top_k", top_k, 1, experts), whole("tasks", tasks, 1)
-    rng = np.random.default_rng([whole("seed", seed, 0), 7])
+    rng = np.random.default_rng([seed, 7])
     model = MoeModel(
         name="toy",
         layers=layers,
@@ -237,7 +211,7 @@ def make_toy_activations(
         kind="synthetic",
         tasks=tuple(f"task{i}" for i in range(tasks)),
         task=task,
-        split=group_split(task, np.arange(prompts), seed),
+        split=split_by_task(task, seed),
         tokens=tokens,
         counts=np.array([set_bits(sets, experts).sum(axis=0) for sets in bank]),
         bank=np.concatenate(bank),
@@ -309,7 +283,7 @@ def read_law(path: Path, model: MoeModel, seed: int) -> Activations:
         kind="synthetic",
         tasks=tuple(law["tasks"]),
         task=task,
-        split=group_split(task, np.arange(len(task)), SPLIT_SEED),
+        split=split_by_task(task, SPLIT_SEED),
         tokens=tokens,
         counts=np.array([set_bits(bank[a:b], model.experts).sum(axis=0) for a, b in pairs]),
         bank=bank,

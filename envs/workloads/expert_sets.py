@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-MAX_EXPERTS = 64
-
 
 def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
     """Bit masks uint64 ``(...,)`` as booleans ``(..., experts)``."""

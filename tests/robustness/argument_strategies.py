@@ -446,9 +446,7 @@ COMMON = {"render_mode": name("ansi", "rgb_array", optional=True), "validate": f
 VECTOR = {
     **COMMON,
     "num_envs": whole(1, 1 << 31, most=5),
-    "autoreset_mode": name(
-        "NextStep", "SameStep", "Disabled", "NEXT_STEP", "SAME_STEP", "DISABLED"
-    ),
+    "autoreset_mode": name("NextStep", "SameStep", "Disabled"),
     "copy": flag(),
     "max_episode_steps": whole(1, 1 << 31, optional=True),
 }

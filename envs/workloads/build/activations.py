@@ -22,10 +22,10 @@ from servegym.envs.workloads.activations import (
     SPLIT_SEED,
     SPLITS,
     Activations,
-    group_split,
     load_model,
     read_law,
     sharpened,
+    split_by_task,
 )
 from servegym.envs.workloads.build import measured_data, write_made
 from servegym.envs.workloads.expert_sets import ids_to_masks, masks_to_ids
@@ -103,7 +103,7 @@ def build_deepseek() -> Activations:
         kind="recorded",
         tasks=tuple(names),
         task=task,
-        split=group_split(task, chosen, SPLIT_SEED),
+        split=split_by_task(task, SPLIT_SEED),
         tokens=np.array([int(row["tokens"]) for row in table]),
         counts=counts,
         bank=bank,
@@ -173,7 +173,7 @@ def build_gpt_oss() -> Activations:
         kind="recorded",
         tasks=OSS_TASKS,
         task=task,
-        split=group_split(task, chosen, SPLIT_SEED),
+        split=split_by_task(task, SPLIT_SEED),
         tokens=counts[:, 0].sum(axis=1) // model.top_k,
         counts=counts,
         bank=bank,

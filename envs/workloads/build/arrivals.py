@@ -27,10 +27,13 @@ so many that their noise is below what parameters differ by; the least of severa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize
+from scipy.special import gammaincinv, ndtr
 
 from servegym._command_line import run_main
 from servegym._files import csv_rows
@@ -54,15 +57,7 @@ BURSTGPT_TRACES, AZURE_TRACES = 600, 48
 
 
 def burstiness(times: np.ndarray, windows: Sequence[float]) -> np.ndarray:
-    """CV of the gaps and index of dispersion of counts.
-
-    Args:
-        times: float64 (n,), non-decreasing.
-        windows: Window lengths in mean gaps.
-
-    Returns:
-        float64 (1 + len(windows),).
-    """
+    """CV of the gaps, and index of dispersion of the counts in each window of so many mean gaps."""
     gaps = np.diff(times)
     mean = gaps.mean()
     values = [gaps.std() / mean]
@@ -74,13 +69,9 @@ def burstiness(times: np.ndarray, windows: Sequence[float]) -> np.ndarray:
 
 
 def hourly_shape(rates: np.ndarray) -> np.ndarray:
-    """CV and lag-one autocorrelation within days of hourly rates.
+    """CV and lag-one autocorrelation within days of hourly rates (days, 24).
 
-    Args:
-        rates: float64 (days, 24), requests per hour.
-
-    Returns:
-        float64 (2,), each day's rates scaled to mean one and pooled.
+    Each day's rates are scaled to mean one, and pooled.
     """
     off = rates / rates.mean(axis=1, keepdims=True) - 1
     return np.array([np.sqrt(np.mean(off**2)), np.sum(off[:, 1:] * off[:, :-1]) / np.sum(off**2)])
@@ -121,21 +112,17 @@ def mmpp_log_likelihood(gaps: np.ndarray, process: MMPPArrivals) -> float:
 
 
 def _minimise(loss: Callable[[np.ndarray], float], *starts: Sequence[float]) -> np.ndarray:
-    """The least point that Nelder-Mead finds from several starts."""
-    return min((_descend(loss, start) for start in starts), key=loss)
-
-
-def _descend(loss: Callable[[np.ndarray], float], start: Sequence[float]) -> np.ndarray:
-    """Nelder-Mead from ``start`` and once more from where it ends, first steps of one half."""
-    from scipy.optimize import minimize
-
-    point = np.asarray(start, dtype=float)
-    for _ in range(2):
-        # The default's steps, 5 % of a coordinate or .00025 of a zero, may already meet xatol.
-        simplex = np.vstack([point, point + 0.5 * np.eye(point.size)])
-        options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 400, "initial_simplex": simplex}
-        point = minimize(loss, point, method="Nelder-Mead", options=options).x
-    return point
+    """The least point that Nelder-Mead finds from several starts, and once more from their ends."""
+    found = []
+    for start in starts:
+        point = np.asarray(start, dtype=float)
+        for _ in range(2):
+            # The default's steps, 5 % of a coordinate or .00025 of a zero, may already meet xatol.
+            simplex = np.vstack([point, point + 0.5 * np.eye(point.size)])
+            options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 400, "initial_simplex": simplex}
+            point = minimize(loss, point, method="Nelder-Mead", options=options).x
+        found.append(point)
+    return min(found, key=loss)
 
 
 def _logistic(x: float) -> float:
@@ -152,18 +139,11 @@ def fit_mmpp(gaps: np.ndarray) -> dict[str, float]:
     def loss(x: np.ndarray) -> float:
         return -mmpp_log_likelihood(gaps, process(x)) / len(gaps)
 
-    best = process(_minimise(loss, [1.0, -1.0, 3.0], [3.0, -2.0, 5.0], [-1.0, 0.0, 6.0]))
-    return {
-        "rate_ratio": best.rate_ratio,
-        "busy_share": best.busy_share,
-        "cycle_requests": best.cycle_requests,
-    }
+    return asdict(process(_minimise(loss, [1.0, -1.0, 3.0], [3.0, -2.0, 5.0], [-1.0, 0.0, 6.0])))
 
 
 def model_hourly_shape(rate_cv: float, rho: float, days: int) -> np.ndarray:
     """:func:`hourly_shape` of simulated rates, mean of 20 traces of ``days``: float64 (2,)."""
-    from scipy.special import gammaincinv, ndtr
-
     levels = np.random.default_rng(2).standard_normal((20, 24 * days))
     levels[:, 1:] *= np.sqrt(1 - rho**2)
     for k in range(1, levels.shape[1]):
@@ -173,12 +153,7 @@ def model_hourly_shape(rate_cv: float, rho: float, days: int) -> np.ndarray:
 
 
 def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
-    """Parameters of the modulated model for BurstGPT.
-
-    Args:
-        times: float64 (n,), the rows' times, s after the start of an hour.
-        hourly: float64 (days, 24), requests per hour.
-    """
+    """Parameters of the modulated model for BurstGPT, of times in s after the start of an hour."""
     gaps, hours = np.diff(times), (times // 3600).astype(int)
     same = hours[1:] == hours[:-1]
     scaled = []
@@ -205,7 +180,7 @@ def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
 
 
 def fit_azure(times: np.ndarray) -> dict[str, float]:
-    """Parameters of the modulated model for the Azure trace; ``times`` float64 (n,), s."""
+    """Parameters of the modulated model for the Azure trace."""
     measured = burstiness(times, AZURE_WINDOWS)
     block = AZURE_BLOCK_S / np.diff(times).mean()
 
@@ -215,12 +190,8 @@ def fit_azure(times: np.ndarray) -> dict[str, float]:
         return float(np.sum(np.log(model / measured) ** 2))
 
     x = _minimise(loss, [0.0, -1.4, 3.0], [-0.3, -0.7, 2.0])
-    return {
-        "cv": np.exp(x[0]),
-        "rate_cv": np.exp(x[1]),
-        "rho": _logistic(x[2]),
-        "block_requests": block,
-    }
+    cv, rate_cv = np.exp(x[:2])
+    return {"cv": cv, "rate_cv": rate_cv, "rho": _logistic(x[2]), "block_requests": block}
 
 
 def read_hourly(path: Path) -> np.ndarray:
@@ -239,21 +210,16 @@ def _entry(
     gaps = np.diff(times)
     measured = burstiness(times, windows)
     labels = ["cv", *(f"index_of_dispersion_{window}_mean_gaps" for window in windows)]
-    parameters = {
-        "gamma": {"cv": float(measured[0])},
-        "mmpp": fit_mmpp(gaps / gaps.mean()),
-        "modulated": modulated,
-    }
-    makers: dict[str, Callable[..., Arrivals]] = {
-        "gamma": GammaArrivals,
-        "mmpp": MMPPArrivals,
-        "modulated": ModulatedArrivals,
+    fits: dict[str, tuple[Callable[..., Arrivals], dict[str, float]]] = {
+        "gamma": (GammaArrivals, {"cv": float(measured[0])}),
+        "mmpp": (MMPPArrivals, fit_mmpp(gaps / gaps.mean())),
+        "modulated": (ModulatedArrivals, modulated),
     }
     repeats = max(40, min(400, 400_000 // len(times)))
-    errors: dict[str, Any] = {}
-    for name, maker in makers.items():
-        parameters[name] = {key: float(f"{value:.5g}") for key, value in parameters[name].items()}
-        runs = simulated(maker(1.0, **parameters[name]), len(times), windows, repeats, 4)
+    parameters, errors = {}, {}
+    for name, (maker, values) in fits.items():
+        parameters[name] = {key: float(f"{value:.5g}") for key, value in values.items()}
+        runs = simulated(maker(**parameters[name]), len(times), windows, repeats, 4)
         low, middle, high = np.quantile(runs, (0.05, 0.5, 0.95), axis=0)
         errors[name] = {
             label: {

@@ -37,17 +37,11 @@ _STEERED = {
 def moments(
     prompt_tokens: np.ndarray, scores: np.ndarray, output_tokens: np.ndarray
 ) -> dict[str, float]:
-    """The moments that a synthetic catalog reproduces.
+    """The moments that a synthetic catalog reproduces, of (P,), (P, M) and (P, M) values.
 
-    Args:
-        prompt_tokens: (P,).
-        scores: (P, M), M >= 3.
-        output_tokens: (P, M).
-
-    Returns:
-        Pooled means and standard deviations, standard deviation of the LLMs' means, mean Pearson
-        correlation of two LLMs over prompts, and correlations of score and length between LLM
-        means, between prompt means (with log prompt tokens too) and between what is left.
+    Pooled means and standard deviations, standard deviation of the LLMs' means, mean Pearson
+    correlation of two LLMs over prompts, and correlations of score and length between LLM means,
+    between prompt means (with log prompt tokens too) and between what is left.
     """
     out = {
         "prompt_log_tokens_mean": np.log(prompt_tokens).mean(),
@@ -56,7 +50,6 @@ def moments(
     upper = np.triu_indices(scores.shape[1], 1)
     rest, per_model, per_prompt = [], [], [np.log(prompt_tokens)]
     for name, values in (("score", scores), ("length", output_tokens)):
-        values = np.asarray(values, dtype=np.float64)
         out[f"{name}_mean"] = values.mean()
         out[f"{name}_std"] = values.std()
         out[f"{name}_model_std"] = values.mean(axis=0).std(ddof=1)

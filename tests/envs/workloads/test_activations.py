@@ -92,11 +92,8 @@ def test_toy_holds_the_invariants(toy):
         np.testing.assert_array_equal(set_bits(sets, 8).sum(axis=0), toy.counts[p])
 
 
-def test_toy_takes_other_sizes_and_refuses_bad_ones():
+def test_toy_takes_other_sizes():
     check(make_toy_activations(prompts=30, layers=3, experts=64, top_k=6, tasks=3, seed=2))
-    for argument, value in [("experts", 65), ("top_k", 9), ("prompts", 0), ("tasks", 0)]:
-        with pytest.raises(ValueError, match=f"{argument}={value}"):
-            make_toy_activations(**{argument: value})
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(64, 6), (32, 4), (8, 2), (5, 5)])
