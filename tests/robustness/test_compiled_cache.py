@@ -116,21 +116,15 @@ def test_data_of_another_signature_is_not_taken(tmp_path):
     assert numbers(start(tmp_path, 0, "f4", "f8")) == [41, 42, 81, 82, 4], "mended"
 
 
-def cut(data: bytes) -> bytes:
-    return data[:100]
-
-
-def emptied(data: bytes) -> bytes:
-    return b""
-
-
-def overwritten(data: bytes) -> bytes:
-    middle = len(data) // 2
-    return data[:middle] + bytes(64) + data[middle + 64 :]
+DAMAGES = {
+    "overwritten": lambda data: data[: len(data) // 2] + bytes(64) + data[len(data) // 2 + 64 :],
+    "cut": lambda data: data[:100],
+    "emptied": lambda data: b"",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [overwritten, cut, emptied])
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("ending", ["nbc", "nbi"])
 def test_broken_files_are_compiled_anew(tmp_path, ending, damage):
     write(tmp_path, 10)
@@ -138,7 +132,7 @@ def test_broken_files_are_compiled_anew(tmp_path, ending, damage):
     files = list((tmp_path / "cache").rglob(f"*.{ending}"))
     assert files
     for file in files:
-        file.write_bytes(damage(file.read_bytes()))
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
     for process in [start(tmp_path, seed, "f8") for seed in range(2)]:  # side by side
         assert numbers(process)[:-1] == [81, 82]
     assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 2], "mended"

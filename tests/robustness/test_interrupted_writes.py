@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import resource
@@ -16,11 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servegym._files import write_json
-from servegym.envs.workloads import load_catalog
-from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.evaluation.output import read_rows, write_csv
-from servegym.hardware_profiles import load
 
 ROWS = 3000
 
@@ -39,16 +34,6 @@ def _one(values: Any) -> int:
     found = np.unique(np.asarray(values))
     assert found.size == 1, found
     return int(found[0])
-
-
-def _table(path: Path, version: int) -> None:
-    scores = np.full(SMALL.scores.shape, version / 64)
-    write_table(path, SMALL, {"score": scores})
-
-
-def _read_table(path: Path) -> int:
-    with np.load(path) as archive:
-        return _one(archive["score"] * 64)
 
 
 def _checkpoint(path: Path, version: int) -> None:
@@ -86,25 +71,12 @@ def _read_snapshot(path: Path) -> int:
     return _one(load_snapshot(path, "ppo", RunArgs())["weights"].numpy())
 
 
-def _profile(path: Path, version: int) -> None:
-    about = load("rtx4090-llama-3.1-8b").to_dict()
-    about["device"]["memory_bytes"] = 10**9 * (version + 20)
-    write_json(path, about)
-
-
-def _read_profile(path: Path) -> int:
-    return json.loads(path.read_text())["device"]["memory_bytes"] // 10**9 - 20
-
-
-SMALL = load_catalog("synthetic", num_models=6, num_prompts=200)
 WRITERS = [
     Writer(
         "rows.csv",
         lambda path, version: write_csv(path, [{"a": version, "b": "text"}] * ROWS),
         lambda path: _one([row["a"] for row in read_rows(path)]),
     ),
-    Writer("card.json", _profile, _read_profile),
-    Writer("table.npz", _table, _read_table),
     Writer("best.safetensors", _checkpoint, _read_checkpoint),
     Writer("snapshot.safetensors", _snapshot, _read_snapshot),
 ]

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,14 +229,6 @@ def csv_damages(content: bytes) -> Iterator[tuple[str, bytes, bool]]:
         yield f"{title} twice", text(twice), False
 
 
-def _claims(name: str) -> bytes:
-    """An ``.npy`` whose header claims more than any memory holds."""
-    stream = io.BytesIO()
-    about = {"descr": "<f8", "fortran_order": False, "shape": (10**15,)}
-    np.lib.format.write_array_header_1_0(stream, about)
-    return stream.getvalue()
-
-
 def npz_damages(content: bytes) -> Iterator[tuple[str, bytes, bool]]:
     """Every array missing, of another shape, type or range."""
     with np.load(io.BytesIO(content)) as archive:
@@ -253,30 +244,15 @@ def npz_damages(content: bytes) -> Iterator[tuple[str, bytes, bool]]:
         yield f"no {name}", packed({k: v for k, v in arrays.items() if k != name}), True
         changes: dict[str, tuple[Any, bool]] = {
             "objects": (np.array([None, {}], dtype=object), True),
-            "nothing": (array[:0] if array.ndim else np.array([]), array.size > 0),
             "one more axis": (array[None], True),
             "as text": (array.astype(str), number),
-            "complex": (array.astype(complex) if number else array, number),
         }
         if array.ndim:
-            changes["cut"] = (array[:-1], True)
-            changes["one value"] = (array.ravel()[0], True)
+            changes |= {"cut": (array[:-1], True), "one value": (array.ravel()[0], True)}
         if number:
-            changes["NaN"] = (np.full(array.shape, NAN), True)
-            changes["negative"] = (-1 - array.astype(np.float64), False)
-            changes["huge"] = (np.full(array.shape, 1e300), False)
-            changes["zero"] = (np.zeros_like(array), False)
+            changes |= {f"all {x}": (np.full(array.shape, x), x != 0) for x in (NAN, -1, 1e300, 0)}
         for word, (changed, must) in changes.items():
             yield f"{name}: {word}", packed(arrays | {name: changed}), must
-        stream = io.BytesIO(packed(arrays))
-        with zipfile.ZipFile(stream) as old:
-            others = {entry: old.read(entry) for entry in old.namelist()}
-        others[f"{name}.npy"] = _claims(name)
-        stream = io.BytesIO()
-        with zipfile.ZipFile(stream, "w") as new:
-            for entry, data in others.items():
-                new.writestr(entry, data)
-        yield f"{name}: claims", stream.getvalue(), True
 
 
 DAMAGES = {".json": json_damages, ".csv": csv_damages, ".npz": npz_damages}
@@ -296,7 +272,6 @@ def judged(
     path: Path,
     damages: Iterable[Damage],
     always: Container[str],
-    named: str = "",
 ) -> list[str]:
     """What went wrong: another error, a message without the file, or one of ``always`` accepted."""
     wrong, content = [], path.read_bytes()
@@ -307,7 +282,7 @@ def judged(
         except Exception as error:  # noqa: BLE001 - reported, with what was done to the file
             wrong.append(f"{word}: {type(error).__name__}: {str(error)[:120]}")
         else:
-            if said is not None and (named or path.name) not in said:
+            if said is not None and path.name not in said:
                 wrong.append(f"{word}: the file is not named: {said[:150]}")
             if said is None and word in always:
                 wrong.append(f"{word}: accepted")
@@ -322,11 +297,11 @@ def judged(
 def test_damaged_files_are_refused_by_name(name, tmp_path):
     loader = LOADERS[name]
     good = loader.write(tmp_path)
-    content, named = good.read_bytes(), good.stem
+    content = good.read_bytes()
     assert refusal(loader.read, good) is None
     always = ("a folder", "noise", *(["missing"] if name not in NEW else []))
     damages = byte_damages(content, good.suffix)
-    wrong = judged(loader.read, good, damages, always, named)
+    wrong = judged(loader.read, good, damages, always)
     changes = list(DAMAGES.get(good.suffix, lambda _: iter(()))(content))
     if len(changes) > SAMPLE:
         picked = np.random.default_rng(0).choice(len(changes), SAMPLE, replace=False)
@@ -334,7 +309,7 @@ def test_damaged_files_are_refused_by_name(name, tmp_path):
     damages = [(word, _overwrite(changed)) for word, changed, _ in changes]
     must = {word for word, _, must in changes if must}
     must = {word for word in must if not any(place in word for place in loader.free)}
-    wrong += judged(loader.read, good, damages, must, named)
+    wrong += judged(loader.read, good, damages, must)
     assert not wrong, "\n".join(wrong)
 
 

@@ -8,12 +8,9 @@ from servegym.envs.workloads.build.arrivals import (
     AZURE_WINDOWS,
     BURSTGPT_WINDOWS,
     burstiness,
-    hourly_shape,
     mmpp_log_likelihood,
-    read_hourly,
 )
 from servegym.envs.workloads.files import read_fitted
-from servegym.envs.workloads.traces import load_trace
 
 FITTED = ("burstgpt", "azure")
 
@@ -126,23 +123,6 @@ def test_preset_has_the_measured_burstiness(name):
     target = [row["measured"] for row in entry["fit_error"]["modulated"].values()]
     np.testing.assert_allclose(middle, target, rtol=0.35)
     assert middle[0] == pytest.approx(target[0], rel=0.2)
-
-
-@pytest.mark.slow
-def test_fitted_numbers_are_of_the_measured_traces(measured):
-    rows = load_trace(measured("burstgpt", "burstgpt_1_first500_reconstructed.csv"))
-    hours = read_hourly(measured("burstgpt", "burstgpt_1_hourly_requests.csv"))
-    azure = load_trace(measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv"))
-    for name, trace, windows in (
-        ("burstgpt", rows, BURSTGPT_WINDOWS),
-        ("azure", azure, AZURE_WINDOWS),
-    ):
-        stored = read_fitted("arrivals.json")[name]["fit_error"]["modulated"]
-        found = burstiness(trace.timestamps_s, windows)
-        np.testing.assert_allclose(found, [v["measured"] for v in stored.values()], rtol=2e-3)
-    stored = read_fitted("arrivals.json")["burstgpt"]["hourly"]
-    shape = [stored["cv_within_days"], stored["lag_one_autocorrelation_within_days"]]
-    np.testing.assert_allclose(hourly_shape(hours), shape, rtol=2e-3)
 
 
 def test_trace_replays_its_gaps(tmp_path):
