@@ -13,7 +13,6 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import FlattenObservation, RecordEpisodeStatistics, TimeLimit
 
 import servegym
 from servegym.envs._batch import BatchEnv
@@ -415,13 +414,6 @@ def test_options_of_a_reset_that_nobody_knows_are_refused(env_id):
             env.reset(options=given)
     assert_same(env.reset(seed=3, options={}), env.reset(seed=3))
     assert_same(envs.reset(seed=3, options={}), envs.reset(seed=3))
-    sync = make_sync(env_id, mode=AutoresetMode.DISABLED)
-    sync.reset(seed=3)
-    sync.reset(seed=3, options={"reset_mask": np.array([True, False, True])})
-    with pytest.raises(ValueError, match="'rate', but a reset takes no options"):
-        sync.reset(options={"rate": 5})
-    wrapped = RecordEpisodeStatistics(FlattenObservation(TimeLimit(make(env_id), 5)))
-    wrapped.reset(seed=3, options={})
     with pytest.raises(ValueError, match="'human' is unknown.*pygame.*pip install '.\\[video\\]'"):
         make_vec(env_id, render_mode="human")
 

@@ -109,27 +109,6 @@ def check_single(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
         assert isinstance(env.render(), (str, np.ndarray))
 
 
-def check_parallel(env: Any, seed: int) -> None:
-    found = []
-    for _ in range(2):
-        observations, infos = env.reset(seed=seed)
-        for k, agent in enumerate(env.possible_agents):
-            env.action_space(agent).seed(seed + k)
-        assert set(observations) == set(infos) == set(env.agents)
-        seen, steps = [observations], 0
-        while env.agents:
-            actions = {agent: env.action_space(agent).sample() for agent in env.agents}
-            observations, rewards, terminations, truncations, infos = env.step(actions)
-            for agent in rewards:
-                assert env.observation_space(agent).contains(observations[agent])
-                assert np.isfinite(rewards[agent])
-            seen.append((observations, rewards, terminations, truncations))
-            steps += 1
-            assert steps <= 400, "an episode of a few decisions does not end"
-        found.append(seen)
-    assert_same(*found)
-
-
 def check_rows(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
     """Rows in any autoreset mode, over episode ends."""
     envs = build(env_id, "vector", kwargs)
@@ -157,10 +136,6 @@ def build(env_id: str, form: str, kwargs: dict[str, Any]) -> Any:
     return gym.envs.registration.load_env_creator(spec.entry_point)(**kwargs)
 
 
-ONE_POINT = ("episode_requests", "requests_file")
-"""Arguments that several access points do not have, or have in another way."""
-
-
 class Case(NamedTuple):
     """An argument of a family; ``of`` is "all" forms, one of them, or the cluster."""
 
@@ -178,13 +153,14 @@ class Case(NamedTuple):
             more = {**self.argument.needs, self.name: value}
         return {**BASE[self.family], **more}
 
-    def forms(self, runs: bool) -> list[str]:
-        """What takes it; if it runs, with the value of the single environment."""
+    @property
+    def forms(self) -> list[str]:
+        """What takes it."""
         if self.of in ("single", "vector", "parallel"):
             return [self.of]
-        forms = ["single", "vector"] if self.of == "all" else ["single"]
-        parallel = self.of == "all" and self.family in PARALLEL_ENVS
-        return forms + ["parallel"] * (parallel and not (runs and self.name in ONE_POINT))
+        if self.of == "cluster":
+            return ["single"]
+        return ["single", "vector"] + ["parallel"] * (self.family in PARALLEL_ENVS)
 
 
 TABLES = [("all", FAMILIES), ("parallel", PARALLEL), ("cluster", {"placement": CLUSTER})]
@@ -212,15 +188,13 @@ def test_what_is_allowed_runs(case):
     @given(
         case.argument.valid,
         st.sampled_from(IDS[case.family]),
-        st.sampled_from(case.forms(runs=True)),
+        st.sampled_from(case.forms),
         st.integers(0, 1000),
     )
     def check(value, env_id, form, seed):
         kwargs = case.arguments(value)
         if form == "vector":
             check_rows(env_id, kwargs, seed)
-        elif form == "parallel" and value != "placement":
-            check_parallel(build(env_id, form, kwargs), seed)
         elif form == "single":
             check_single(env_id, kwargs, seed)
 
@@ -290,7 +264,7 @@ def test_everything_else_is_refused_by_name(case, nothing_runs):
     @given(
         case.argument.bad,
         st.sampled_from(IDS[case.family]),
-        st.sampled_from(case.forms(runs=False)),
+        st.sampled_from(case.forms),
     )
     def check(value, env_id, form):
         names = (case.name, *case.argument.called)
