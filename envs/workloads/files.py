@@ -50,15 +50,9 @@ def checked(
     high: float | None,
     dtype: type,
 ) -> np.ndarray:
-    """The values as a read-only array.
+    """The values as a read-only array, whole numbers where ``dtype`` is one of integers.
 
-    Args:
-        name: Of the field, for the message.
-        values: Numbers.
-        shape: Their shape.
-        low: Least that is allowed; None: what ``dtype`` holds.
-        high: Most that is allowed, likewise.
-        dtype: Of the array; the values of one of integers must be whole.
+    They are from ``low`` to ``high``, or what ``dtype`` holds where that is None.
 
     Raises:
         ValueError: Naming the field and the place of what is wrong.

@@ -2,26 +2,11 @@
 
     SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.arrivals
 
-FOLDER holds ``burstgpt/burstgpt_1_first500_reconstructed.csv``,
-``burstgpt/burstgpt_1_hourly_requests.csv`` and ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``.
-All fits are in units of the trace's mean gap, with fixed seeds.
-
-How each model is fitted:
-
-- gamma: coefficient of variation (CV) of the gaps.
-- mmpp: maximum likelihood of the gaps of a two-state Markov-modulated Poisson process.
-- modulated (the presets), a gamma renewal process on the clock of a slowly varying gamma rate.
-  BurstGPT: a block is one hour at the mean rate of the 500 rows; ``cv`` is the CV of the gaps
-  within hours, each hour's scaled to mean one; ``rate_cv`` and ``rho`` minimise the squared log
-  error of CV and index of dispersion of the 500 rows, of the CV of the 61 days' hourly counts
-  (each day's scaled to mean one) and the squared error of their lag-one autocorrelation. An
-  episode of 1,000 requests so is about a day of the trace, played at the rate asked for.
-  Azure: a block is five seconds; ``cv``, ``rate_cv``, ``rho`` minimise the squared log error of CV
-  and index of dispersion.
-
-The index of dispersion at a window w is the variance over the mean of the counts in windows of w.
-The model's side is the median over simulated traces of the same length with the same estimator, of
-so many that their noise is below what parameters differ by; the least of several starts is taken.
+All fits are in units of the trace's mean gap, with fixed seeds: gamma by the CV of the gaps, mmpp
+by maximum likelihood, modulated by `fit_burstgpt` and `fit_azure`. Their index of dispersion at a
+window w is the variance over the mean of the counts in windows of w. The model's side is the median
+over so many simulated traces of the same length that their noise is below what parameters differ
+by.
 """
 
 from __future__ import annotations
@@ -153,7 +138,12 @@ def model_hourly_shape(rate_cv: float, rho: float, days: int) -> np.ndarray:
 
 
 def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
-    """Parameters of the modulated model for BurstGPT, of times in s after the start of an hour."""
+    """Parameters of the modulated model for BurstGPT, of times in s after the start of an hour.
+
+    A block is one hour at the mean rate of the rows; ``cv`` is that of the gaps within hours, each
+    hour's scaled to mean one; ``rate_cv`` and ``rho`` minimise the squared log errors of
+    `burstiness` and of the CV of `hourly_shape`, and the squared error of its autocorrelation.
+    """
     gaps, hours = np.diff(times), (times // 3600).astype(int)
     same = hours[1:] == hours[:-1]
     scaled = []
@@ -180,7 +170,7 @@ def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
 
 
 def fit_azure(times: np.ndarray) -> dict[str, float]:
-    """Parameters of the modulated model for the Azure trace."""
+    """Parameters of the modulated model for Azure by its `burstiness`; a block is five seconds."""
     measured = burstiness(times, AZURE_WINDOWS)
     block = AZURE_BLOCK_S / np.diff(times).mean()
 

@@ -1,16 +1,10 @@
 """Fit laws of conversations to Mooncake's trace; writes ``data/chat-sessions.json``.
 
-    python -m servegym.envs.workloads.build.chat_sessions
-
-It reads the packaged ``prefixes-mooncake-conversation``. Requests of the second quarter of the hour
-are fitted, so that few of the sessions that began before the recording count as new and each has
-half an hour to go on. A session whose first prompt has fewer than two full blocks of 512 tokens
-cannot be followed, as its blocks are common to all requests or have no id, and is left out. The
-laws of lengths and of the time between two turns are quantiles as in ``data/lengths.json``; a
-session goes on after a turn with a probability that depends on the turn's number, and the first
-prompt has two laws, for sessions of one turn and of more. Apart from that the quantities are drawn
-independently; the file records a correlation that this leaves out. How sessions drawn for an hour
-compare with the recorded ones is in ``experiments/results/prefix/workload_sessions.csv``.
+Requests of the second quarter of the hour are fitted, so that few of the sessions that began before
+the recording count as new and each has half an hour to go on. A session whose first prompt has
+fewer than two full blocks cannot be followed, as its blocks are common to all requests or have no
+id, and is left out. Whether a session goes on depends on the turn's number; all else is drawn
+independently.
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 
     SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.lengths
 
-FOLDER holds ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``,
-``mooncake/conversation_trace.jsonl`` and ``helix/shared_gpt_lengths.csv``.
-
 A law is the quantiles of the lengths at 0, 5, ..., 100 %, rounded to whole tokens and linear in
 between. Prompt and output lengths are drawn independently; the file records the correlation of
-their logarithms that this leaves out. The error of a law is its Kolmogorov-Smirnov distance to the
-lengths and the relative error of its mean, as a whole and cut at the longest lengths of those who
-draw from it.
+their logarithms that this leaves out, and the error of a law, as a whole and cut at the longest
+lengths of those who draw from it: its Kolmogorov-Smirnov distance and that of its mean.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
     SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.prefix_traces
 
-FOLDER holds ``mooncake/conversation_trace.jsonl``,
-``mooncake/synthetic_trace.jsonl`` and ``agent_sessions/sessions.csv.gz``. Of Mooncake's ids the
-packed file keeps, for each request, the earlier request with the longest common chain and its
-length: no id is lost by it. ``sessions.csv.gz`` has that already for the recorded coding sessions.
+Of Mooncake's ids the packed file keeps, for each request, the earlier request with the longest
+common chain and its length: no id is lost by it. ``sessions.csv.gz`` has that already.
 """
 
 from __future__ import annotations
