@@ -75,72 +75,63 @@ class Argument:
     called: tuple[str, ...] = ()  # what a message may call it besides its name
 
 
-def _optional(valid: Any, allowed: list[str], optional: bool) -> tuple[Any, list[str]]:
-    return (valid | st.none(), [*allowed, "none"]) if optional else (valid, allowed)
-
-
-def whole(
-    low: int,
-    high: int,
-    least: int | None = None,
-    most: int | None = None,
-    optional: bool = False,
-    default: bool = False,
-    **more: Any,
-):
-    """A whole number in [low, high]; episodes run with those in [least, most].
-
-    With `default` None is allowed and stands for a larger number.
-    """
-    valid = st.integers(low if least is None else least, high if most is None else most)
-    valid = valid | valid.map(np.int64)
-    valid, allowed = _optional(valid, ["zero"] if low <= 0 else [], optional)
-    allowed += ["none"] if default else []
-    outside = st.integers(max_value=low - 1) | st.integers(min_value=high + 1)
-    return Argument(valid, junk(*allowed) | outside | st.just(low + 0.5), **more)
-
-
-def real(
+def number(
     low: float,
     high: float = LARGEST,
+    *,
+    draw: Any = st.floats,
     open_low: bool = False,
     least: float | None = None,
     most: float | None = None,
     optional: bool = False,
+    default: bool = False,
     **more: Any,
 ):
-    """A finite number in [low, high], or above low; episodes run with those in [least, most]."""
-    start = low if least is None else least
-    end = high if most is None else most
-    valid = st.floats(start or (TINY if open_low else 0.0), end)
-    valid = valid | valid.map(np.float64)
-    allowed = ["half"] if high >= 2.5 else []
+    """A finite number in [low, high], or above low; episodes run with those in [least, most].
+
+    With `optional` None is allowed; with `default` it is, too, and stands for a larger number.
+    """
+    start = (TINY if open_low else low) if least is None else least
+    valid = draw(start, high if most is None else most)
+    valid = valid | valid.map(np.int64 if draw is st.integers else np.float64)
+    allowed = ["none"] if optional or default else []
     allowed += ["zero"] if low == 0 and not open_low else []
-    valid, allowed = _optional(valid, allowed, optional)
-    bad = junk(*allowed) | st.floats(max_value=low, exclude_max=not open_low, allow_nan=False)
-    return Argument(valid, bad | st.floats(min_value=high, exclude_min=True), **more)
+    if draw is st.integers:
+        wrong = st.just(low + 0.5) | draw(max_value=low - 1) | draw(min_value=high + 1)
+    else:
+        allowed += ["half"] if high >= 2.5 else []
+        wrong = draw(max_value=low, exclude_max=not open_low, allow_nan=False)
+        wrong = wrong | draw(min_value=high, exclude_min=True)
+    return Argument(valid | st.none() if optional else valid, junk(*allowed) | wrong, **more)
+
+
+def whole(low: int, high: int, **more: Any):
+    """A whole number in [low, high]."""
+    return number(low, high, draw=st.integers, **more)
 
 
 def span(low: float, high: float):
     """A positive number, or a pair of them in order, up to `high`."""
     one = st.floats(low, high)
     pair = st.tuples(one, one)
-    wrong = real(0.0, high, open_low=True).bad | one.map(lambda x: [x]) | st.lists(one, min_size=3)
-    wrong = wrong | pair.filter(lambda p: p[0] > p[1]) | one.map(lambda x: (x, NAN))
+    wrong = pair.filter(lambda p: p[0] > p[1]) | st.lists(one, min_size=3)
+    wrong = wrong | one.map(lambda x: [x]) | one.map(lambda x: (x, NAN))
+    wrong = wrong | number(0.0, high, open_low=True).bad
     return Argument(one | pair.map(sorted) | pair.map(sorted).map(tuple), wrong)
 
 
 def name(*names: str, optional: bool = False, **more: Any):
     """One of some names."""
-    valid, allowed = _optional(st.sampled_from(names), [], optional)
     wrong = st.text(max_size=12) | st.sampled_from(names).map(lambda text: text[:-1])
-    return Argument(valid, junk(*allowed) | wrong.filter(lambda x: x not in names), **more)
+    wrong = junk(*["none"] * optional) | wrong.filter(lambda x: x not in names)
+    return Argument(st.sampled_from([*names, *[None] * optional]), wrong, **more)
 
 
 def flag(optional: bool = False, **more: Any):
     """True or False."""
-    valid, allowed = _optional(st.booleans() | st.booleans().map(np.bool_), [], optional)
-    return Argument(valid, junk("true", "false", *allowed) | st.integers() | st.text(), **more)
+    valid = st.sampled_from([True, False, np.True_, np.False_, *[None] * optional])
+    wrong = junk("true", "false", *["none"] * optional) | st.integers() | st.text()
+    return Argument(valid, wrong, **more)
 
 
 def other(valid: Any, bad: list[Any], *allowed: str, **more: Any):
@@ -163,7 +154,7 @@ def from_record(record: type[Arguments], hints: dict[str, Any]) -> dict[str, Arg
     """
     makers: dict[str, Any] = {
         "whole": lambda a, **hint: whole(int(a.low), int(a.high), **hint),
-        "number": lambda a, **hint: real(a.low, a.high, a.open_low, **hint),
+        "number": lambda a, **hint: number(a.low, a.high, open_low=a.open_low, **hint),
         "span": lambda a, optional, low=TINY: span(low, a.high),
         "choice": lambda a, **hint: name(*a.choices, **hint),
         "switch": lambda a, **hint: flag(**hint),
@@ -246,18 +237,18 @@ ROUTING: dict[str, Any] = {
 }
 
 _MODULATED = {
-    "cv": real(0.0, 100.0),
-    "rate_cv": real(0.0, 100.0),
-    "rho": real(0.0, most=0.999),
-    "block_requests": real(0.01),
+    "cv": number(0.0, 100.0),
+    "rate_cv": number(0.0, 100.0),
+    "rho": number(0.0, most=0.999),
+    "block_requests": number(0.01),
     "window": flag(),
 }
 PROCESSES = {
-    "gamma": {"cv": real(0.0, 100.0), "shape": real(1e-4), "fit": name("burstgpt", "azure")},
+    "gamma": {"cv": number(0.0, 100.0), "shape": number(1e-4), "fit": name("burstgpt", "azure")},
     "mmpp": {
-        "rate_ratio": real(1.0, 1e6),
-        "busy_share": real(0.0, open_low=True, most=0.999),
-        "cycle_requests": real(0.01),
+        "rate_ratio": number(1.0, 1e6),
+        "busy_share": number(0.0, open_low=True, most=0.999),
+        "cycle_requests": number(0.01),
         "fit": name("burstgpt", "azure"),
     },
     "burstgpt": _MODULATED,

@@ -20,25 +20,13 @@ def test_the_fit_recovers_a_known_law_and_tells_its_error():
 
 
 @pytest.mark.slow
-def test_the_shipped_law_is_that_of_the_trace(measured):
-    shipped = read_fitted("lengths.json")["traces"]["azure"]
-    assert shipped["requests"] == 19_366
-    assert [length_quantiles("azure", k)[10] for k in shipped if "tokens" in k] == [1020, 129]
-    for kind, cap in fit_lengths.CAPS["azure"].items():
-        assert shipped[kind]["fit_error"][f"cut_at_{cap}"]["kolmogorov_smirnov"] < 0.04
-    path = measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
-    lengths = fit_lengths.read_lengths(path)
-    assert fit_lengths.fit(lengths["prompt_tokens"], 1024) == shipped["prompt_tokens"]
-    assert fit_lengths.fit(lengths["output_tokens"], 400) == shipped["output_tokens"]
-
-
-@pytest.mark.slow
-def test_sharegpt_has_the_published_lengths(measured):
-    shipped = read_fitted("lengths.json")["traces"]["sharegpt"]
-    lengths = fit_lengths.read_lengths(measured("helix", "shared_gpt_lengths.csv"))
-    assert shipped["requests"] == len(lengths["prompt_tokens"]) == 82_814
+@pytest.mark.parametrize("name, requests", [("azure", 19_366), ("sharegpt", 82_814)])
+def test_the_shipped_law_is_that_of_the_trace(measured, name, requests):
+    shipped = read_fitted("lengths.json")["traces"][name]
+    lengths = fit_lengths.read_lengths(measured(*fit_lengths.TRACES[name][0].split("/")))
     for kind, values in lengths.items():
-        assert fit_lengths.fit(values, 2048) == shipped[kind]
+        assert len(values) == shipped["requests"] == requests
+        assert fit_lengths.fit(values, fit_lengths.CAPS[name][kind]) == shipped[kind]
 
 
 def test_draws_follow_the_quantiles_and_the_cap():
