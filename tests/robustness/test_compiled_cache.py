@@ -61,16 +61,10 @@ def write(folder: Path, factor: int) -> None:
         (package / f"{name}.py").write_text(text.format(factor=factor))
 
 
-def start(
-    folder: Path, seed: float, *kinds: str, code: str = CALLS, own_cache: bool = True
-) -> subprocess.Popen[str]:
+def start(folder: Path, seed: float, *kinds: str, code: str = CALLS) -> subprocess.Popen[str]:
     """A process that calls the function with arrays of one and two dimensions of every kind."""
-    settings = dict(os.environ)
-    if own_cache:
-        settings["NUMBA_CACHE_DIR"] = str(folder / "cache")
-    settings["PYTHONPATH"] = os.pathsep.join(
-        [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = os.environ | {"NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path}
     return subprocess.Popen(
         [sys.executable, "-c", code, str(seed), *kinds],
         env=settings,
