@@ -339,5 +339,5 @@ class BatchEnv(ABC, gym.Env, Generic[P, B]):
         return {name: value for name, value in self.__dict__.items() if name not in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._make_views()
