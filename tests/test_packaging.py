@@ -55,11 +55,7 @@ def test_package_list_equals_the_tree(root, setuptools, sources):
     listed = setuptools["packages"]
     assert len(listed) == len(set(listed))
     assert found == set(listed)
-
-
-def test_every_module_lies_in_a_package(sources):
-    stray = [path for path in sources if not (path.parent / "__init__.py").exists()]
-    assert stray == []
+    assert [path for path in sources if not (path.parent / "__init__.py").exists()] == []
 
 
 def test_every_package_and_data_file_is_installed(root, setuptools, sources):

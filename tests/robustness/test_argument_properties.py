@@ -263,11 +263,7 @@ def refuses(make: Any, names: tuple[str, ...], value: Any) -> None:
 @every_case
 def test_everything_else_is_refused_by_name(case, nothing_runs):
     @tries(4)
-    @given(
-        case.argument.bad,
-        st.sampled_from(IDS[case.family]),
-        st.sampled_from(case.forms),
-    )
+    @given(case.argument.bad, st.sampled_from(IDS[case.family]), st.sampled_from(case.forms))
     def check(value, env_id, form):
         names = (case.name, *case.argument.called)
         refuses(lambda: build(env_id, form, case.arguments(value)), names, value)

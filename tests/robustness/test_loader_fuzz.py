@@ -11,11 +11,9 @@ import csv
 import io
 import json
 import os
-import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -36,8 +34,7 @@ NAN = float("nan")
 HUGE = 10**30
 
 
-@dataclass(frozen=True)
-class Loader:
+class Loader(NamedTuple):
     """What writes a good file, and what belongs to it, into a folder; and what reads it."""
 
     write: Callable[[Path], Path]
@@ -54,10 +51,7 @@ def _text(name: str, text: str) -> Callable[[Path], Path]:
 
 
 def _shipped(name: str) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        return Path(shutil.copy(data_path(name), folder / name))
-
-    return write
+    return _text(name, data_path(name).read_text(encoding="utf-8"))
 
 
 SMALL = load_catalog("synthetic", num_models=2, num_prompts=12)
@@ -89,10 +83,6 @@ def _steps(folder: Path) -> Path:
     return folder / "steps.csv"
 
 
-def _measured(path: Path) -> Any:
-    return ResumableTable(path, ("op", "tokens", "time_us"), ("op", "tokens"))
-
-
 LOADERS: dict[str, Loader] = {
     "profile": Loader(_shipped(f"{CARD}.json"), hardware_profiles.load),
     "fleet": Loader(_shipped("fleet-edge-6-heterogeneous.json"), hardware_profiles.load_fleet),
@@ -113,7 +103,7 @@ LOADERS: dict[str, Loader] = {
     "steps": Loader(_steps, lambda path: check.score(hardware_profiles.load(CARD), path)),
     "measured": Loader(
         _text("measured.csv", "op,tokens,time_us\nqkv,1,3.5\nqkv,2,4\n"),
-        _measured,
+        lambda path: ResumableTable(path, ("op", "tokens", "time_us"), ("op", "tokens")),
         free=("tokens", "time_us"),
     ),
 }

@@ -84,9 +84,6 @@ def test_toy_holds_the_invariants(toy):
     for p in range(toy.num_prompts):
         sets = toy.bank[toy.bank_start[p] : toy.bank_start[p + 1]]
         np.testing.assert_array_equal(set_bits(sets, 8).sum(axis=0), toy.counts[p])
-
-
-def test_toy_takes_other_sizes():
     check(make_toy_activations(prompts=30, layers=3, experts=64, top_k=6, tasks=3, seed=2))
 
 

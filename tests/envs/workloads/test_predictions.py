@@ -95,15 +95,11 @@ def test_the_shipped_table_is_better_than_a_guess_and_no_oracle(catalog):
         assert 0.5 * guess < error < 0.97 * guess
 
 
-def test_a_catalog_without_a_table_asks_for_one():
-    with pytest.raises(ValueError, match="needs table=PATH"):
-        predict(load_catalog("synthetic"), [0], "score", "learned")
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"kind": "confused"}, "Did you mean 'confusion'"),
+        ({"kind": "learned", "catalog": load_catalog("synthetic")}, "needs table=PATH"),
         ({"columns": [16]}, r"in \[0, 15\]"),
         ({"columns": [0.5]}, "column indexes"),
     ],
