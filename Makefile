@@ -145,7 +145,7 @@ constraints:
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
 	$(PYTHON) -m venv $$fresh && \
 	$$fresh/bin/pip install --quiet torch==2.13.0 && \
-	$$fresh/bin/pip install --quiet --upgrade setuptools ".[$(EXTRAS),predict]" && \
+	$$fresh/bin/pip install --quiet --upgrade setuptools ".[$(EXTRAS)]" && \
 	{ echo "# The exact versions the checks pass with (make constraints writes this file)."; \
 	  $$fresh/bin/pip freeze --all --exclude pip --exclude serve-gym | sed 's/+cpu$$//'; } > constraints.txt.tmp && \
 	mv constraints.txt.tmp constraints.txt

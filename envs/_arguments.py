@@ -184,10 +184,6 @@ class Arguments:
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
-    def values(self, without: Iterable[str] = ()) -> dict[str, Any]:
-        """The values by name; `fill` makes an equal record of them."""
-        return {name: getattr(self, name) for name in self.described() if name not in without}
-
     @classmethod
     def table(cls) -> list[str]:
         """The lines of a Markdown table of the arguments."""

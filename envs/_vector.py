@@ -56,7 +56,10 @@ class BatchVectorEnv(VectorEnv, Generic[P, B]):
     ) -> None:
         single = self.SINGLE
         self.num_envs = whole("num_envs", num_envs, 1)
-        self.autoreset_mode = autoreset(autoreset_mode)
+        if not isinstance(autoreset_mode, AutoresetMode):
+            modes = {mode.value: mode for mode in AutoresetMode}
+            autoreset_mode = modes[choose("autoreset_mode", autoreset_mode, modes)]
+        self.autoreset_mode = autoreset_mode
         self.metadata = {**single.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = check_render_mode(render_mode, single.metadata["render_modes"])
         if max_episode_steps is not None:
@@ -316,16 +319,3 @@ class BatchVectorEnv(VectorEnv, Generic[P, B]):
         """The current observation and int8 action mask ``(B, A)``, as after ``step``."""
         self._need_episodes("observe")
         return self._observation(), self.batch.action_mask.copy()
-
-
-def autoreset(value: AutoresetMode | str) -> AutoresetMode:
-    """The mode of a member, or of its name or value as in ``"SameStep"``.
-
-    Raises:
-        ValueError: naming the modes.
-    """
-    if isinstance(value, AutoresetMode):
-        return value
-    modes = {mode.value: mode for mode in AutoresetMode}
-    modes.update({mode.name: mode for mode in AutoresetMode})
-    return modes[choose("autoreset_mode", value, modes)]

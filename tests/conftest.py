@@ -69,13 +69,8 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_runtest_setup(item):
     """Skip what needs a GPU where there is none."""
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if item.get_closest_marker("gpu"):
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("needs a CUDA device")

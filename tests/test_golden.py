@@ -4,7 +4,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -38,28 +37,3 @@ def is_slow(name):
 def test_golden(name):
     if told := golden.difference(JOBS[name](), stored(name)):
         pytest.fail(f"{name}: {told}", pytrace=False)
-
-
-def record(changes=(), steps=100, network=False):
-    """Of two parts, the numbers 1, 2, 3 and a step's own; ``changes`` are added to the first."""
-    made, changes = golden.Record(network), dict(changes)
-    for k in range(steps):
-        row = np.arange(1.0, 4.0) + changes.get(k, 0.0)
-        made.step(obs={"load": row[None], "id": k})
-    return made.result()
-
-
-def test_a_difference_is_told_by_step_part_and_size():
-    was = record()
-    assert golden.difference(record({40: 1e-12}), was) == ""
-    first, *parts = golden.difference(record({40: 0.25, 77: 1.0}), was).splitlines()
-    assert first.startswith("step 40 of 100 ")
-    assert parts == ["obs.load: +0.75 on a sum of 72 in steps 38 to 49"]
-    assert golden.difference(record(steps=90), was).startswith("step 90 of 100 ")
-
-
-def test_floats_of_a_network_have_a_bound():
-    was = record(network=True)
-    assert golden.difference(record({40: 5e-6}, network=True), was) == ""
-    told = golden.difference(record({40: 2e-5}, network=True), was)
-    assert told.startswith("step 40: ") and told.endswith("2e-05, above 1e-05")

@@ -24,8 +24,6 @@ EXTRAS = {
     "optuna": "sweep",
     "ray": "ray",
     "yaml": "sweep",
-    "transformers": "predict",
-    "tokenizers": "predict",
     "aiohttp": "real",
     "grpc": "gateways",
     "envoy_data_plane": "gateways",

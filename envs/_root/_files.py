@@ -380,9 +380,3 @@ def _indented(value: Any, indent: str = "") -> str:
         return json.dumps(value, allow_nan=False, ensure_ascii=False)
     body = ",\n".join(inner + item for item in items)
     return f"{brackets[0]}\n{body}\n{indent}{brackets[1]}"
-
-
-def measured_data(*parts: str) -> Path | None:
-    """Path of a measured file below ``$SERVEGYM_DATA``, or None when the variable is not set."""
-    root = os.environ.get("SERVEGYM_DATA")
-    return Path(root).joinpath(*parts) if root else None

@@ -411,7 +411,7 @@ def _predictors(arguments: RoutingArguments) -> dict[str, dict[str, Any]]:
         name: {
             "kind": kinds[name],
             "buckets": arguments.buckets,
-            **mapping(f"predictor_kwargs[{name!r}]", by_quantity.get(name), ("table", "pool")),
+            **mapping(f"predictor_kwargs[{name!r}]", by_quantity.get(name), ("table",)),
         }
         for name in QUANTITIES
     }

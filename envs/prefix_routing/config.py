@@ -206,10 +206,7 @@ def _profile(value: Any) -> Profile:
             if not isinstance(named.get(name, ""), str):
                 raise ValueError(f"profiles={value!r}: {name} must be a name.")
         return _composed(tuple(sorted(named.items())))
-    return _loaded(value)
-
-
-_loaded = cache(load)
+    return load(value)
 
 
 @cache

@@ -20,7 +20,7 @@ from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.files import read_fitted
-from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
+from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace
 from servegym.envs.workloads.traces import MAX_TOKENS
 
@@ -80,7 +80,7 @@ class ChatArguments(Arguments):
 def _tokens(name: str, value: Any) -> int | str | tuple[int, int]:
     """Check of a trace's name, of a number of tokens or of a pair (low, high)."""
     if isinstance(value, str):
-        return choose(name, value, fitted_lengths()["traces"])
+        return choose(name, value, read_fitted("lengths.json")["traces"])
     return one_or_pair(name, value, partial(whole, low=1, high=MAX_TOKENS // 4))
 
 
@@ -453,7 +453,7 @@ class ChatSessions(PrefixWorkload):
     MAX_RATE, OPTIONS = 500.0, ChatArguments
 
     def _prepare(self, a: ChatArguments) -> None:
-        laws = read_fitted("chat-sessions.json", "chat_sessions")
+        laws = read_fitted("chat-sessions.json")
         self._system, self._max_context = a.system_tokens, a.max_context or MAX_TOKENS
         self._laws = {
             name: np.array(laws[name]["quantiles"], dtype=np.float64)

@@ -20,14 +20,9 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym._files import MalformedFileError, read_json
+from servegym._files import read_json
 from servegym.envs.workloads.catalog import SPLIT_SHARES, SPLITS
-from servegym.envs.workloads.expert_sets import (
-    MAX_EXPERTS,
-    draw_top_k,
-    set_bits,
-    unpack_sets,
-)
+from servegym.envs.workloads.expert_sets import draw_top_k, ids_to_masks, set_bits
 from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays
 from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model
 from servegym.envs.workloads.synthetic_activations import (
@@ -61,8 +56,6 @@ class Activations:
         embeddings: ``{}``, or float32 (P, d) arrays: ``"output"``, the pooled output of a sentence
             encoder, and ``"token"``, the sum of its normalised token embeddings (u_p of Eq. 11).
         provenance: Where the numbers come from (source, licence, command, date).
-        categories: Names of finer classes of the prompts; those of ``tasks`` if not given.
-        category: int16 (P,), index into ``categories``; ``task`` if not given.
 
     Raises:
         ValueError: A shape, range or sum is wrong; the message names the field and the place.
@@ -80,12 +73,12 @@ class Activations:
     bank_start: np.ndarray = field(repr=False)
     embeddings: Mapping[str, np.ndarray] = field(repr=False)
     provenance: Mapping[str, Any] = field(repr=False)
-    categories: tuple[str, ...] = field(default=(), repr=False)
-    category: np.ndarray | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         choose("kind", self.kind, ("recorded", "synthetic"))
-        tasks = _names("tasks", self.tasks)
+        tasks = tuple(str(name) for name in self.tasks)
+        if not tasks or len(set(tasks)) != len(tasks):
+            raise ValueError(f"tasks={tasks!r} must be at least one name, each once.")
         prompts = np.asarray(self.tokens).shape
         if len(prompts) != 1 or prompts[0] == 0:
             raise ValueError(f"tokens has shape {prompts}, it must be (P,) with P >= 1.")
@@ -97,13 +90,6 @@ class Activations:
             "split": checked("split", self.split, prompts, 0, 2, np.int8),
             "counts": checked("counts", self.counts, (size, layers, experts), 0, None, np.int32),
         }
-        if self.category is None:
-            values["categories"], values["category"] = tasks, values["task"]
-        else:
-            names = _names("categories", self.categories)
-            values["categories"] = names
-            last = len(names) - 1
-            values["category"] = checked("category", self.category, prompts, 0, last, np.int16)
         want = values["tokens"].astype(np.int64) * self.model.top_k
         bad = np.argwhere(values["counts"].sum(axis=2) != want[:, None])
         if len(bad):
@@ -161,31 +147,19 @@ class Activations:
         return self.counts / self.counts.sum(axis=2, keepdims=True)
 
 
-def _names(argument: str, values: Any) -> tuple[str, ...]:
-    names = tuple(str(name) for name in values)
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"{argument}={names!r} must be at least one name, each once.")
-    return names
+def split_by_task(task: np.ndarray, seed: int) -> np.ndarray:
+    """Split prompts 60/10/30 into train, val and eval, stratified by task (P,): int8 (P,).
 
-
-def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
-    """Split prompts 60/10/30 into train, val and eval, stratified by task, groups whole.
-
-    Prompts of one group (P,), near-duplicates, share a split; a group counts as of its first
-    member's task (P,). The seed decides the order within a task. int8 (P,), 0 train, 1 val, 2 eval.
+    The seed decides the order within a task.
     """
-    task, group = np.asarray(task), np.asarray(group)
-    names, first, index, sizes = np.unique(
-        group, return_index=True, return_inverse=True, return_counts=True
-    )
-    keys = np.random.default_rng(seed).random(len(names))
+    keys = np.random.default_rng(seed).random(len(task))
     filled = np.zeros(len(SPLITS))
-    choice = np.zeros(len(names), dtype=np.int8)
-    for g in np.lexsort((keys, task[first])):
-        lack = np.array(SPLIT_SHARES) * (filled.sum() + sizes[g]) - filled
-        choice[g] = np.argmax(lack)
-        filled[choice[g]] += sizes[g]
-    return choice[index.reshape(task.shape)]
+    choice = np.zeros(len(task), dtype=np.int8)
+    for p in np.lexsort((keys, task)):
+        lack = np.array(SPLIT_SHARES) * (filled.sum() + 1) - filled
+        choice[p] = np.argmax(lack)
+        filled[choice[p]] += 1
+    return choice
 
 
 def make_toy_activations(
@@ -199,27 +173,11 @@ def make_toy_activations(
     """Make a small synthetic set for tests and examples.
 
     Each task prefers some experts, each prompt deviates from its task and each token has one of
-    three kinds, the same in all layers. All tokens (16 to 48 a prompt) are banked, so
-    ``counts`` is exactly the sum of the bank. The embeddings (16 wide) tell tasks and prompts.
-
-    Args:
-        prompts: P, >= 1.
-        layers: L, all of them MoE layers.
-        experts: E, 1..64.
-        top_k: 1..E.
-        tasks: Number of tasks, >= 1; prompt p is of task p modulo it.
-        seed: Seed of everything.
-
-    Returns:
-        The set, named ``"toy"``.
-
-    Raises:
-        ValueError: A number is out of range.
+    three kinds, the same in all layers, which are MoE layers. All tokens (16 to 48 a prompt) are
+    banked, so ``counts`` is exactly the sum of the bank. The embeddings (16 wide) tell tasks and
+    prompts; prompt p is of task p modulo ``tasks``.
     """
-    prompts, layers = whole("prompts", prompts, 1), whole("layers", layers, 1)
-    experts = whole("experts", experts, 1, MAX_EXPERTS)
-    top_k, tasks = whole("top_k", top_k, 1, experts), whole("tasks", tasks, 1)
-    rng = np.random.default_rng([whole("seed", seed, 0), 7])
+    rng = np.random.default_rng([seed, 7])
     model = MoeModel(
         name="toy",
         layers=layers,
@@ -232,7 +190,6 @@ def make_toy_activations(
         non_expert_mb=np.full(layers, 20.0),
         embedding_mb=100.0,
         kv_bytes_per_token_layer=1152,
-        provenance={"kind": "synthetic", "source": "made up"},
     )
     task = np.arange(prompts) % tasks
     by_task = rng.normal(scale=1.0, size=(tasks, layers, experts))
@@ -254,7 +211,7 @@ def make_toy_activations(
         kind="synthetic",
         tasks=tuple(f"task{i}" for i in range(tasks)),
         task=task,
-        split=group_split(task, np.arange(prompts), seed),
+        split=split_by_task(task, seed),
         tokens=tokens,
         counts=np.array([set_bits(sets, experts).sum(axis=0) for sets in bank]),
         bank=np.concatenate(bank),
@@ -309,51 +266,31 @@ def _load(model: str, skew: str, seed: int) -> Activations:
 _TARGETS = {"mixtral-8x7b": mixtral_targets, "gpt2-moe": lognormal_targets}
 
 
-def _provenance(path: Path) -> dict[str, Any]:
-    content = read_json(path, _FIX)
-    if not isinstance(content, dict):
-        raise MalformedFileError(path, None, None, "must be a JSON object", _FIX)
-    return content
-
-
 def read_law(path: Path, model: MoeModel, seed: int) -> Activations:
-    """Generate synthetic activations by the law of a ``.json`` file.
+    """Generate synthetic activations by the ``law`` of a ``.json`` file.
 
-    Args:
-        path: The file, with ``law``.
-        model: Its model.
-        seed: Seed of prompts and tokens; the tasks' frequencies do not depend on it.
-
-    Returns:
-        The activations; every generated token is banked.
-
-    Raises:
-        MalformedFileError: The file cannot be read or its law not be used.
+    The tasks' frequencies do not depend on the seed; every generated token is banked.
     """
-    provenance = _provenance(path)
-    try:
-        law = provenance["law"]
-        targets = _TARGETS[model.name](law, model.num_moe_layers, model.experts)
-        tokens, task, bank = generate_tokens(law, targets, seed)
-        ends = np.concatenate([[0], np.cumsum(tokens)])
-        pairs = zip(ends[:-1], ends[1:], strict=True)
-        counts = np.array([set_bits(bank[a:b], model.experts).sum(axis=0) for a, b in pairs])
-        return Activations(
-            name=model.name,
-            model=model,
-            kind="synthetic",
-            tasks=tuple(law["tasks"]),
-            task=task,
-            split=group_split(task, np.arange(len(task)), SPLIT_SEED),
-            tokens=tokens,
-            counts=counts,
-            bank=bank,
-            bank_start=ends,
-            embeddings={},
-            provenance=provenance | {"seed": seed, "skew": "measured"},
-        )
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise MalformedFileError(path, None, "law", f"cannot be used ({error!r})", _FIX) from error
+    provenance = read_json(path, _FIX)
+    law = provenance["law"]
+    targets = _TARGETS[model.name](law, model.num_moe_layers, model.experts)
+    tokens, task, bank = generate_tokens(law, targets, seed)
+    ends = np.concatenate([[0], np.cumsum(tokens)])
+    pairs = zip(ends[:-1], ends[1:], strict=True)
+    return Activations(
+        name=model.name,
+        model=model,
+        kind="synthetic",
+        tasks=tuple(law["tasks"]),
+        task=task,
+        split=split_by_task(task, SPLIT_SEED),
+        tokens=tokens,
+        counts=np.array([set_bits(bank[a:b], model.experts).sum(axis=0) for a, b in pairs]),
+        bank=bank,
+        bank_start=ends,
+        embeddings={},
+        provenance=provenance | {"seed": seed, "skew": "measured"},
+    )
 
 
 def sharpened(source: Activations, seed: int) -> Activations:
@@ -389,77 +326,22 @@ def sharpened(source: Activations, seed: int) -> Activations:
     )
 
 
-def _arrays(path: Path, fields: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Read an ``.npz`` with exactly ``fields``; each value names the allowed dtype kinds."""
-    arrays = read_arrays(path, _FIX)
-    for name, kinds in fields.items():
-        if name not in arrays:
-            raise MalformedFileError(path, None, name, "is missing", _FIX)
-        if arrays[name].dtype.kind not in kinds:
-            problem = f"has dtype {arrays[name].dtype}"
-            raise MalformedFileError(path, None, name, problem, _FIX)
-        if kinds == "U" and arrays[name].ndim != 1:
-            raise MalformedFileError(path, None, name, "must be a list of names", _FIX)
-    return arrays
-
-
-def read_activations(path: str | Path, model: MoeModel) -> Activations:
+def read_activations(path: Path, model: MoeModel) -> Activations:
     """Read recorded activations.
 
-    ``<stem>.json`` holds the provenance with the names of the other files in ``files``:
-    ``<stem>.npz`` (counts, tasks, splits), ``<stem>-bank-<i>.npz`` (parts of the bank) and, if
-    there are embeddings, ``<stem>-embeddings.npz``.
-
-    Args:
-        path: The ``.json`` file.
-        model: Its model.
-
-    Returns:
-        The activations.
-
-    Raises:
-        MalformedFileError: A file or field is missing or wrong; nothing of it is used.
+    ``<stem>.json`` has the provenance, ``<stem>.npz`` counts, tasks and splits, ``<stem>-bank.npz``
+    the experts of the banked tokens, uint8 (L, T, top_k), and ``<stem>-embeddings.npz`` the
+    embeddings, if there are any.
     """
-    path = Path(path)
-    provenance = _provenance(path)
-    names = provenance.get("files")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise MalformedFileError(path, None, "files", "must be a list of file names", _FIX)
-    main, banks, vectors = path.with_suffix(".npz"), [], {}
-    for name in names:
-        if name.startswith(f"{path.stem}-bank-"):
-            part = path.with_name(name)
-            planes = _arrays(part, {"sets": "u"})["sets"]
-            if planes.dtype != np.uint8 or planes.ndim != 3 or not 1 <= len(planes) <= 4:
-                problem = f"is {planes.dtype} {planes.shape}, it must be uint8 (1..4, T, L)"
-                raise MalformedFileError(part, None, "sets", problem, _FIX)
-            try:
-                banks.append(unpack_sets(planes, model.experts, model.top_k))
-            except ValueError as error:
-                raise MalformedFileError(part, None, "sets", str(error), _FIX) from error
-        elif name == f"{path.stem}-embeddings.npz":
-            vectors = _arrays(path.with_name(name), {"output": "f", "token": "f"})
-        elif name != main.name:
-            raise MalformedFileError(path, None, "files", f"{name!r} is unknown", _FIX)
-    whole_numbers = ("task", "category", "split", "tokens", "counts", "bank_start")
-    fields = dict.fromkeys(whole_numbers, "iu") | {"tasks": "U", "categories": "U"}
-    arrays = _arrays(main, fields)
-    try:
-        return Activations(
-            name=model.name,
-            model=model,
-            kind="recorded",
-            tasks=tuple(arrays["tasks"].tolist()),
-            task=arrays["task"],
-            split=arrays["split"],
-            tokens=arrays["tokens"],
-            counts=arrays["counts"],
-            bank=np.concatenate(banks),
-            bank_start=arrays["bank_start"],
-            embeddings=vectors,
-            provenance=provenance | {"skew": "measured"},
-            categories=tuple(arrays["categories"].tolist()),
-            category=arrays["category"],
-        )
-    except (ValueError, TypeError) as error:
-        raise MalformedFileError(main, None, None, str(error), _FIX) from error
+    arrays = read_arrays(path.with_suffix(".npz"), _FIX)
+    vectors = path.with_name(f"{path.stem}-embeddings.npz")
+    return Activations(
+        name=model.name,
+        model=model,
+        kind="recorded",
+        tasks=tuple(arrays.pop("tasks").tolist()),
+        bank=ids_to_masks(read_arrays(path.with_name(f"{path.stem}-bank.npz"), _FIX)["sets"]).T,
+        embeddings=read_arrays(vectors, _FIX) if vectors.is_file() else {},
+        provenance=read_json(path, _FIX) | {"skew": "measured"},
+        **arrays,
+    )

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from servegym._checks import TINY, choose, flag, mapping, real
-from servegym._files import LATEST_S
 from servegym.envs.workloads.files import read_fitted
 
 FITS = ("burstgpt", "azure")
@@ -174,7 +172,6 @@ class ModulatedArrivals:
         return _unwarp(work, np.concatenate(rates), np.concatenate(lengths))
 
 
-@dataclass(frozen=True)
 class TraceArrivals:
     """Replay of a recorded trace, rescaled to the mean rate.
 
@@ -184,63 +181,46 @@ class TraceArrivals:
     the whole trace. Past its last event a replay goes on with the window's first one, one mean gap
     later; the first arrival of a fixed window comes one mean gap after time 0.
 
-    Attributes:
-        timestamps_s: float64 (m,), non-decreasing times of the trace.
-        start_s: Start of the window, seconds after the first timestamp; None draws it.
+    Args:
+        times: float64 (m,), non-decreasing times of the trace, the first one 0.
+        start_s: Start of the window; None draws it.
         window_s: Length of the window, seconds; None for all that follows.
     """
 
-    timestamps_s: np.ndarray = field(repr=False)
-    start_s: float | None = None
-    window_s: float | None = None
-
-    def __post_init__(self) -> None:
-        times = np.asarray(self.timestamps_s, dtype=np.float64)
-        if (times >= LATEST_S).any():
-            message = f"timestamps_s has {times.max()!r}; it must have seconds, below {LATEST_S:g}."
-            raise ValueError(message)
-        times = times - (times[0] if times.size else 0.0)
-        if self.start_s is not None or self.window_s is None:
-            start = self.start_s or 0.0
-            end = np.inf if self.window_s is None else start + self.window_s
-            times = times[(times >= start) & (times <= end)]
-            if times.size < 2 or times[-1] == times[0]:
+    def __init__(self, times: np.ndarray, start_s: float | None, window_s: float | None) -> None:
+        self.times, self.start_s, self.window_s = times, start_s, window_s
+        if start_s is None and window_s is not None:
+            last = np.searchsorted(times, times + window_s, side="right") - 1
+            inside = times + window_s <= times[-1]
+            self.choices = np.flatnonzero(inside & (times[last] > times))
+            if self.choices.size == 0:
                 raise ValueError(
-                    f"start_s={self.start_s!r}, window_s={self.window_s!r}: the window has "
-                    f"{times.size} event(s); it must have two at different times. The trace "
-                    f"spans {np.ptp(self.timestamps_s) if len(self.timestamps_s) else 0.0:g} s."
-                )
-            choices = None
-        else:
-            last = np.searchsorted(times, times + self.window_s, side="right") - 1
-            inside = times + self.window_s <= times[-1] if times.size else np.zeros(0, bool)
-            choices = np.flatnonzero(inside & (times[last] > times))
-            if choices.size == 0:
-                raise ValueError(
-                    f"window_s={self.window_s!r}: no window of this length lies in the trace and "
+                    f"window_s={window_s!r}: no window of this length lies in the trace and "
                     "has two events at different times; shorten or lengthen it."
                 )
-        times.setflags(write=False)
-        object.__setattr__(self, "timestamps_s", times)
-        object.__setattr__(self, "_choices", choices)
-        if choices is None:
-            object.__setattr__(self, "_gaps", _gaps_before(times))
+            return
+        start = start_s or 0.0
+        end = np.inf if window_s is None else start + window_s
+        inside = times[(times >= start) & (times <= end)]
+        if inside.size < 2 or inside[-1] == inside[0]:
+            raise ValueError(
+                f"start_s={start_s!r}, window_s={window_s!r}: the window has {inside.size} "
+                f"event(s); it must have two at different times. The trace spans {times[-1]:g} s."
+            )
+        self.choices, self.gaps = None, _gaps_before(inside)
 
     def sample(self, n: int, rng: np.random.Generator, rate: float) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
-        choices: np.ndarray | None = self._choices  # type: ignore[attr-defined]
         begin = 0
-        if choices is not None:
-            at = int(choices[rng.integers(choices.size)])
-            times = self.timestamps_s
-            end = np.searchsorted(times, times[at] + self.window_s, side="right")
-            gaps = _gaps_before(times[at:end])
+        if self.choices is not None:
+            at = int(self.choices[rng.integers(self.choices.size)])
+            end = np.searchsorted(self.times, self.times[at] + self.window_s, side="right")
+            gaps = _gaps_before(self.times[at:end])
         else:
-            gaps = self._gaps  # type: ignore[attr-defined]
+            gaps = self.gaps
             if self.start_s is None:
                 begin = int(rng.integers(gaps.size))
-        picked = gaps[(begin + np.arange(n)) % gaps.size]
-        return np.cumsum(picked) / rate
+        return np.cumsum(gaps[(begin + np.arange(n)) % gaps.size]) / rate
 
 
 def _gaps_before(times: np.ndarray) -> np.ndarray:
@@ -251,14 +231,8 @@ def _gaps_before(times: np.ndarray) -> np.ndarray:
     return gaps
 
 
-@lru_cache(maxsize=1)
-def fitted_parameters() -> dict[str, Any]:
-    """Contents of ``data/arrivals.json``, made by ``servegym.envs.workloads.build.arrivals``."""
-    return read_fitted("arrivals.json", "arrivals")
-
-
 def _fit(name: str, model: str) -> dict[str, float]:
-    return dict(fitted_parameters()[choose("fit", name, FITS)][model])
+    return dict(read_fitted("arrivals.json")[choose("fit", name, FITS)][model])
 
 
 def _poisson(**kwargs: Any) -> Arrivals:

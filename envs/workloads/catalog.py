@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym._files import MalformedFileError, read_json
-from servegym.envs.workloads.files import FieldError, checked, read_arrays
+from servegym._files import read_json
+from servegym.envs.workloads.files import checked, read_arrays
 
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)
 MAX_OUTPUT_TOKENS = 300
-
-_FIELDS = ("prompt_tokens", "scores", "output_tokens", "split")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class Catalog:
         cap = whole("max_output_tokens", self.max_output_tokens, 1)
         prompts = np.asarray(self.prompt_tokens).shape
         if len(prompts) != 1 or prompts[0] == 0:
-            raise FieldError("prompt_tokens", f" has shape {prompts}, it must be (P,) with P >= 1.")
+            raise ValueError(f"prompt_tokens has shape {prompts}, it must be (P,) with P >= 1.")
         table = (prompts[0], len(models))
         arrays = {
             "prompt_tokens": checked(
@@ -123,41 +121,16 @@ def make_split(groups: np.ndarray, seed: int) -> np.ndarray:
     return split
 
 
-def read_catalog(path: str | Path) -> Catalog:
-    """Read a catalog ``.npz`` and the ``.json`` of the same name with its provenance.
-
-    Args:
-        path: The ``.npz`` file with arrays ``models`` (M,), ``prompt_id`` (P,), ``prompt_tokens``
-            (P,), ``scores`` (P, M), ``output_tokens`` (P, M), ``split`` (P,) and
-            ``max_output_tokens`` ().
-
-    Returns:
-        The validated catalog.
-
-    Raises:
-        MalformedFileError: A file or array is missing, or a value is out of range.
-    """
-    path = Path(path)
-    remedy = "rebuild it with `python -m servegym.envs.workloads.build.catalog --csv PATH`"
+def read_catalog(path: Path) -> Catalog:
+    """Read a catalog ``.npz``, and the ``.json`` of the same name with its provenance."""
+    remedy = "rebuild it with `python -m servegym.envs.workloads.build.catalog`"
     provenance = read_json(path.with_suffix(".json"), remedy)
     arrays = read_arrays(path, remedy)
-    for key in ("models", "prompt_id", "max_output_tokens", *_FIELDS):
-        if key not in arrays:
-            raise MalformedFileError(path, None, key, "is missing", remedy)
-    for key, kinds, axes in (("models", "U", 1), ("max_output_tokens", "iu", 0)):
-        array = arrays[key]
-        if array.dtype.kind not in kinds or array.ndim != axes:
-            problem = f"is {array.dtype} of shape {array.shape}"
-            raise MalformedFileError(path, None, key, problem, remedy)
-    try:
-        return Catalog(
-            name=path.stem,
-            models=tuple(arrays["models"].tolist()),
-            max_output_tokens=int(arrays["max_output_tokens"]),
-            provenance=provenance,
-            prompt_ids=arrays["prompt_id"],
-            **{key: arrays[key] for key in _FIELDS},
-        )
-    except (TypeError, ValueError) as error:
-        named = error.args[0] if isinstance(error, FieldError) else None
-        raise MalformedFileError(path, None, named, str(error), remedy) from error
+    return Catalog(
+        name=path.stem,
+        models=tuple(arrays["models"].tolist()),
+        max_output_tokens=int(arrays["max_output_tokens"]),
+        provenance=provenance,
+        prompt_ids=arrays["prompt_id"],
+        **{key: arrays[key] for key in ("prompt_tokens", "scores", "output_tokens", "split")},
+    )

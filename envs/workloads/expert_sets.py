@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from math import comb
-
 import numpy as np
-
-MAX_EXPERTS = 64
 
 
 def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
@@ -45,31 +41,3 @@ def masks_to_ids(masks: np.ndarray, top_k: int) -> np.ndarray:
         ids[..., j] = np.bitwise_count(lowest - np.uint64(1))
         rest ^= lowest
     return ids
-
-
-def unpack_sets(planes: np.ndarray, experts: int, top_k: int) -> np.ndarray:
-    """Sets of ``top_k`` of E experts, uint64 (T, L), from ranks of combinations.
-
-    The set c_1 < ... < c_k has the rank sum_j C(c_j, j) (the combinatorial number system).
-    ``planes``, uint8 (bytes, T, L), have the lowest byte of the ranks first.
-
-    Raises:
-        ValueError: A rank is not below C(E, top_k).
-    """
-    rest = np.zeros(planes.shape[1:], dtype=np.int64)
-    for i, plane in enumerate(planes):
-        rest |= plane.astype(np.int64) << (8 * i)
-    if rest.size and rest.max() >= comb(experts, top_k):
-        raise ValueError(f"rank {rest.max()} of a set must be below {comb(experts, top_k)}")
-    table = binomials(top_k)
-    masks = np.zeros(rest.shape, dtype=np.uint64)
-    for j in range(top_k, 0, -1):
-        top = np.searchsorted(table[:, j], rest, side="right") - 1
-        rest -= table[top, j]
-        masks |= np.uint64(1) << top.astype(np.uint64)
-    return masks
-
-
-def binomials(top_k: int) -> np.ndarray:
-    """C(n, j) of n = 0..63 experts and j = 0..top_k: int64 (64, top_k + 1)."""
-    return np.array([[comb(n, j) for j in range(top_k + 1)] for n in range(MAX_EXPERTS)])

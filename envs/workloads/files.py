@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,6 @@ import numpy as np
 from servegym._files import MalformedFileError, read_json
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
-
-
-class FieldError(ValueError):
-    """An array that cannot be used: its name, and what is wrong with it."""
-
-    def __str__(self) -> str:
-        return "".join(self.args)
 
 
 def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]:
@@ -33,13 +27,10 @@ def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]
         raise MalformedFileError(path, None, None, f"cannot be read ({error})", fix) from error
 
 
-def read_fitted(name: str, script: str) -> Any:
-    """Contents of a fitted file in ``data``, which the module ``script`` of ``build`` makes.
-
-    Raises:
-        MalformedFileError: If it cannot be read; says what to run.
-    """
-    return read_json(DATA_DIR / name, f"run `python -m servegym.envs.workloads.build.{script}`")
+@cache
+def read_fitted(name: str) -> Any:
+    """Contents of a fitted file in ``data``."""
+    return read_json(DATA_DIR / name, "reinstall the package")
 
 
 def frozen(values: Any, dtype: Any) -> np.ndarray:
@@ -59,24 +50,18 @@ def checked(
     high: float | None,
     dtype: type,
 ) -> np.ndarray:
-    """The values as a read-only array.
+    """The values as a read-only array, whole numbers where ``dtype`` is one of integers.
 
-    Args:
-        name: Of the field, for the message.
-        values: Numbers.
-        shape: Their shape.
-        low: Least that is allowed; None: what ``dtype`` holds.
-        high: Most that is allowed, likewise.
-        dtype: Of the array; the values of one of integers must be whole.
+    They are from ``low`` to ``high``, or what ``dtype`` holds where that is None.
 
     Raises:
-        FieldError: Naming the field and the place of what is wrong.
+        ValueError: Naming the field and the place of what is wrong.
     """
     array = np.asarray(values)
     if array.shape != shape:
-        raise FieldError(name, f" has shape {array.shape}, it must be {shape}.")
+        raise ValueError(f"{name} has shape {array.shape}, it must be {shape}.")
     if array.dtype.kind not in "iuf":
-        raise FieldError(name, f" has dtype {array.dtype}, it must be numeric.")
+        raise ValueError(f"{name} has dtype {array.dtype}, it must be numeric.")
     whole = np.issubdtype(dtype, np.integer)
     bad = ~np.isfinite(array)
     problem = "it must be finite"
@@ -91,5 +76,5 @@ def checked(
         problem = f"it must be in [{least}, {most}]"
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise FieldError(name, f"{list(where)} is {array[where]}, {problem}.")
+        raise ValueError(f"{name}{list(where)} is {array[where]}, {problem}.")
     return frozen(array, dtype)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import numpy as np
 
 from servegym._checks import choose
 from servegym.envs.workloads.files import read_fitted
 
 KINDS = ("prompt_tokens", "output_tokens")
-
-
-@lru_cache(maxsize=1)
-def fitted_lengths() -> dict[str, Any]:
-    """Contents of ``data/lengths.json``, made by ``servegym.envs.workloads.build.lengths``."""
-    return read_fitted("lengths.json", "lengths")
 
 
 def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:
@@ -33,7 +24,7 @@ def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:
     Raises:
         ValueError: If there is no such trace or kind.
     """
-    laws = fitted_lengths()["traces"]
+    laws = read_fitted("lengths.json")["traces"]
     choose("trace", trace, laws)
     choose("kind", kind, KINDS)
     return np.minimum(np.asarray(laws[trace][kind]["quantiles"], dtype=np.float64), cap)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, real, whole
-from servegym.envs.workloads.expert_sets import MAX_EXPERTS
+from servegym._checks import choose
 from servegym.envs.workloads.files import frozen
 
 MB = 2**20
@@ -33,10 +30,6 @@ class MoeModel:
             (attention, norms, router, shared experts, dense FFN), MB of 2**20 bytes.
         embedding_mb: Embeddings, output head and final norm, MB of 2**20 bytes.
         kv_bytes_per_token_layer: Bytes of the KV cache of one token in one block.
-        provenance: Where the numbers come from.
-
-    Raises:
-        ValueError: A value is out of range; the message names the field.
     """
 
     name: str
@@ -50,28 +43,9 @@ class MoeModel:
     non_expert_mb: np.ndarray = field(repr=False)
     embedding_mb: float
     kv_bytes_per_token_layer: int
-    provenance: Mapping[str, Any] = field(repr=False)
 
     def __post_init__(self) -> None:
-        whole("layers", self.layers, 1)
-        whole("experts", self.experts, 1, MAX_EXPERTS)
-        whole("top_k", self.top_k, 1, self.experts)
-        for name in ("hidden", "expert_bytes", "kv_bytes_per_token_layer"):
-            whole(name, getattr(self, name), 1)
-        real("bytes_per_value", self.bytes_per_value, 0.0, open_low=True)
-        real("embedding_mb", self.embedding_mb, 0.0)
-        blocks = tuple(int(layer) for layer in self.moe_layers)
-        ascending = all(a < b for a, b in zip(blocks, blocks[1:], strict=False))
-        if not blocks or not ascending or blocks[0] < 0 or blocks[-1] >= self.layers:
-            raise ValueError(
-                f"moe_layers={self.moe_layers!r} must be ascending indexes of the "
-                f"{self.layers} blocks, at least one."
-            )
-        object.__setattr__(self, "moe_layers", blocks)
-        sizes = frozen(self.non_expert_mb, np.float64)
-        if sizes.shape != (self.layers,) or not np.all(np.isfinite(sizes)) or np.any(sizes < 0):
-            raise ValueError(f"non_expert_mb must be ({self.layers},) finite sizes >= 0.")
-        object.__setattr__(self, "non_expert_mb", sizes)
+        object.__setattr__(self, "non_expert_mb", frozen(self.non_expert_mb, np.float64))
 
     @property
     def num_moe_layers(self) -> int:
@@ -84,12 +58,8 @@ class MoeModel:
         return self.hidden * (4 if self.bytes_per_value == 4 else 2)
 
 
-def _derived(source: str, **sizes: Any) -> MoeModel:
-    source = f"computed from the published architecture; {source}"
-    return MoeModel(**sizes, provenance={"kind": "derived", "source": source})
-
-
 def _deepseek_v2_lite() -> MoeModel:
+    # bfloat16; first block dense (10,944); 102,400 words, head apart.
     hidden, inner, blocks = 2048, 1408, 27
     # Multi-head latent attention: 16 heads, 128 + 64 (rotary) query dims, 512-dim latent KV.
     attention = hidden * 16 * 192 + hidden * (512 + 64) + 512
@@ -98,7 +68,7 @@ def _deepseek_v2_lite() -> MoeModel:
     expert = 3 * hidden * inner
     sizes = np.full(blocks, (block + 64 * hidden + 2 * expert) * 2 / MB)
     sizes[0] = (block + 3 * hidden * 10944) * 2 / MB
-    return _derived(
+    return MoeModel(
         name="deepseek-v2-lite",
         layers=blocks,
         moe_layers=tuple(range(1, blocks)),
@@ -110,11 +80,12 @@ def _deepseek_v2_lite() -> MoeModel:
         non_expert_mb=sizes,
         embedding_mb=(2 * 102400 * hidden + hidden) * 2 / MB,
         kv_bytes_per_token_layer=(512 + 64) * 2,
-        source="bfloat16; first block dense (10,944); 102,400 words, head apart",
     )
 
 
 def _gpt_oss_20b() -> MoeModel:
+    # Experts MXFP4 with bfloat16 biases, the rest bfloat16; 201,088 words, head apart; every other
+    # block attends to the last 128 tokens only, which the KV size does not use.
     hidden, inner, blocks = 2880, 2880, 24
     # 64 query and 8 KV heads of 64, with biases and one sink a head; router with bias.
     attention = 2 * hidden * 4096 + 2 * hidden * 512 + 4096 + 2 * 512 + hidden + 64
@@ -122,7 +93,7 @@ def _gpt_oss_20b() -> MoeModel:
     # MXFP4: blocks of 32 values of 4 bits share a scale of 8 bits; biases are bfloat16.
     per_value = 4.25 / 8
     weights = int(3 * hidden * inner * per_value)
-    return _derived(
+    return MoeModel(
         name="gpt-oss-20b",
         layers=blocks,
         moe_layers=tuple(range(blocks)),
@@ -134,16 +105,14 @@ def _gpt_oss_20b() -> MoeModel:
         non_expert_mb=np.full(blocks, block * 2 / MB),
         embedding_mb=(2 * 201088 * hidden + hidden) * 2 / MB,
         kv_bytes_per_token_layer=2 * 8 * 64 * 2,
-        source="experts MXFP4 with bfloat16 biases, the rest bfloat16; 201,088 "
-        "words, head apart; every other block attends to the last 128 tokens only, which the "
-        "KV size does not use",
     )
 
 
 def _mixtral_8x7b() -> MoeModel:
+    # bfloat16; 32 query, 8 KV heads of 128; 32,000 words, head apart.
     hidden, inner, blocks = 4096, 14336, 32
     block = 2 * hidden * hidden + 2 * hidden * 1024 + 2 * hidden + 8 * hidden
-    return _derived(
+    return MoeModel(
         name="mixtral-8x7b",
         layers=blocks,
         moe_layers=tuple(range(blocks)),
@@ -155,14 +124,15 @@ def _mixtral_8x7b() -> MoeModel:
         non_expert_mb=np.full(blocks, block * 2 / MB),
         embedding_mb=(2 * 32000 * hidden + hidden) * 2 / MB,
         kv_bytes_per_token_layer=2 * 8 * 128 * 2,
-        source="bfloat16; 32 query, 8 KV heads of 128; 32,000 words, head apart",
     )
 
 
 def _gpt2_moe() -> MoeModel:
+    # GPT-2 (124M) with each FFN made 8 experts and a router without bias; float32 chosen, as GPT-2
+    # is published; head tied to the embedding.
     hidden, inner, blocks = 768, 3072, 12
     block = 4 * hidden * hidden + 4 * hidden + 4 * hidden + 8 * hidden
-    return _derived(
+    return MoeModel(
         name="gpt2-moe",
         layers=blocks,
         moe_layers=tuple(range(blocks)),
@@ -174,8 +144,6 @@ def _gpt2_moe() -> MoeModel:
         non_expert_mb=np.full(blocks, block * 4 / MB),
         embedding_mb=(50257 * hidden + 1024 * hidden + 2 * hidden) * 4 / MB,
         kv_bytes_per_token_layer=2 * hidden * 4,
-        source="GPT-2 (124M) with each FFN made 8 experts and a router without "
-        "bias; float32 chosen, as GPT-2 is published; head tied to the embedding",
     )
 
 

@@ -25,7 +25,6 @@ from servegym.envs.workloads.files import DATA_DIR, checked, read_arrays
 QUANTITIES = ("score", "length")
 KINDS = ("confusion", "mean", "zero", "exact", "learned")
 BUCKETS = ("quantile", "width")
-POOLS = ("catalog", "columns")
 NUM_BUCKETS = 10
 # (top-1, top-3) accuracy of the published predictors.
 ACCURACY = {"score": (0.6339, 0.9778), "length": (0.7297, 0.8471)}
@@ -37,7 +36,6 @@ def bucket_edges(
     catalog: Catalog,
     quantity: str = "score",
     buckets: str = "quantile",
-    columns: Sequence[int] | np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inner edges and centres of the buckets, from the train split.
 
@@ -51,7 +49,6 @@ def bucket_edges(
         catalog: The catalog.
         quantity: ``"score"`` or ``"length"``.
         buckets: ``"quantile"`` or ``"width"``.
-        columns: Catalog columns to pool over; all of them if None.
 
     Returns:
         float64 (K - 1,) ascending inner edges, float64 (K,) centres, K <= 10.
@@ -61,7 +58,7 @@ def bucket_edges(
     train = _truth(catalog, quantity)[catalog.rows("train")]
     if train.size == 0:
         raise ValueError(f"catalog {catalog.name!r} has no train prompts to take bucket edges of.")
-    pool = (train if columns is None else train[:, np.asarray(columns)]).ravel()
+    pool = train.ravel()
     if buckets == "width":
         outer = np.linspace(0.0, pool.max(), NUM_BUCKETS + 1)
         return outer[1:-1], (outer[:-1] + outer[1:]) / 2
@@ -82,12 +79,11 @@ def predict(
     seed: int = 0,
     *,
     table: str | os.PathLike[str] | None = None,
-    pool: str = "catalog",
 ) -> np.ndarray:
     """Predicted scores or lengths of all prompts of a catalog for some of its LLMs.
 
     The draw of ``"confusion"`` for a (prompt, LLM) is a hash of (seed, quantity, LLM name, prompt
-    row), and bucket edges are pooled over the whole catalog by default: a prediction does not
+    row), and bucket edges are pooled over the whole catalog: a prediction does not
     change when other experts join or leave, and replicas of one LLM share theirs. With K buckets,
     right bucket k:  P(k) = top1,  P(k-1) = P(k+1) = (top3 - top1)/2, both on the one neighbour at
     the ends, and the rest uniform over the other buckets.
@@ -99,11 +95,10 @@ def predict(
         kind: ``"confusion"``, ``"zero"`` (0 everywhere), ``"mean"`` (the LLM's mean over the train
             prompts), ``"exact"`` (the truth) or ``"learned"`` (the values of ``table``;
             ``"learned:PATH"`` names it too). ``alpaca_eval_7b`` has one already, of
-            ``envs/workloads/build/predictor.py``.
+            ``envs/workloads/build/predictor.py`` at commit d987f7ef.
         buckets: ``"quantile"`` or ``"width"``, see :func:`bucket_edges`.
         seed: Seed of the predictor's errors, >= 0.
         table: ``.npz`` written by :func:`write_table`, for ``"learned"`` only.
-        pool: ``"catalog"`` (edges and centres from all LLMs) or ``"columns"`` (from the N given).
 
     Returns:
         float32 (P, N).
@@ -117,7 +112,6 @@ def predict(
         kind, table = "learned", kind.removeprefix("learned:")
     choose("kind", kind, KINDS)
     choose("buckets", buckets, BUCKETS)
-    choose("pool", pool, POOLS)
     seed = whole("seed", seed, 0)
     if table is not None and not isinstance(table, (str, os.PathLike)):
         raise ValueError(f"table={table!r} must be the path of a prediction table.")
@@ -146,7 +140,7 @@ def predict(
                 "(.npz written by servegym.envs.workloads.predictions.write_table)."
             )
         return _read_table(table, catalog, quantity)[:, picked]
-    edges, centres = bucket_edges(catalog, quantity, buckets, None if pool == "catalog" else picked)
+    edges, centres = bucket_edges(catalog, quantity, buckets)
     right = np.searchsorted(edges, truth, side="right")
     named = _confuse(
         right, len(centres), *ACCURACY[quantity], _uniforms(catalog, picked, quantity, seed)

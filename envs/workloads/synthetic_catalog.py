@@ -13,7 +13,6 @@ fits the parameters and writes ``data/synthetic.json``.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -68,12 +67,6 @@ def draw_values(
     return np.interp(ndtr(common[2]), grid, table["prompt"]), values[0], values[1]
 
 
-@lru_cache(maxsize=1)
-def fitted() -> dict[str, Any]:
-    """Contents of ``data/synthetic.json``."""
-    return read_fitted("synthetic.json", "synthetic_catalog")
-
-
 def synthetic_catalog(
     num_models: int = 12,
     num_prompts: int = 1000,
@@ -98,7 +91,7 @@ def synthetic_catalog(
     num_prompts = whole("num_prompts", num_prompts, 10)
     seed = whole("seed", seed, 0)
     cap = whole("max_output_tokens", max_output_tokens, 1, MAX_OUTPUT_TOKENS)
-    fit = fitted()
+    fit = read_fitted("synthetic.json")
     prompts, scores, lengths = draw_values(fit, num_models, num_prompts, seed)
     return Catalog(
         name="synthetic",

@@ -353,7 +353,7 @@ def analyse(
     notes.append(tables.note(f"{text}{len(records)} by the fallback", decisions=len(records)))
     facts = ("name", "engine", "slots", "context", "cores")
     settings = {
-        **plan.values(),
+        **dict(plan),
         "capacity_rps": capacity_rps,
         "latency_requirement_s": latency_s,
         "servers": [{key: getattr(one, key) for key in facts} for one in servers],

@@ -7,14 +7,7 @@ from servegym.experiments.evaluation.evaluate import evaluate, summarise
 
 ROUTING = {
     "env_id": "servegym/LLMRouting-v1",
-    "policies": [
-        "drop_all",
-        "random",
-        "least_outstanding",
-        "greedy_qos",
-        "priced_greedy",
-        "expected_qos",
-    ],
+    "policies": "drop_all random least_outstanding greedy_qos priced_greedy expected_qos".split(),
     "outcome": "mean_qos",
     "usual": 0.6,
     "episode_requests": 250,

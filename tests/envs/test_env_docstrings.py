@@ -46,14 +46,3 @@ def test_serverless_states_the_values_of_actions_and_the_slo_classes(root):
     for name in ("main", "remote"):
         specs = getattr(problem.system, f"{name}_specs_mb")
         assert f"({specs[0]:g}, {specs[-1]:g}, {specs[1] - specs[0]:g})" in doc
-
-
-def placement_text(root):
-    page = (root / "docs" / "placement.md").read_text(encoding="utf-8")
-    return (module("expert_placement").ExpertPlacementEnv.__doc__ or "") + page
-
-
-def placement_rows(root):
-    doc = placement_text(root)
-    lines = (line.strip().strip("|").split("|") for line in doc.splitlines() if line.count("|") > 3)
-    return [[cell.strip() for cell in line] for line in lines]

@@ -1,19 +1,15 @@
 """Build the packaged activations from recorded routing.
 
-    python -m servegym.envs.workloads.build.activations DATA --minilm FOLDER
+    SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.activations
 
-``DATA`` (or ``$SERVEGYM_DATA``) is the folder with ``esft_deepseek_v2_lite``,
-``gpt_oss_20b_experts``, ``olmoe_routing`` and ``fiddler``; ``FOLDER`` has ``tokenizer.json`` and
-``model.safetensors`` of all-MiniLM-L6-v2 and is needed for ``gpt-oss-20b`` alone, together with
-the packages ``tokenizers`` and ``safetensors``. No prompt text is stored. Two builds from the same
-files give the same bytes, but for the date in the ``.json``. With ``--shares`` nothing is built:
-the sizes and top-expert shares of the packaged activations are printed as a Markdown table.
+FOLDER holds ``esft_deepseek_v2_lite``, ``gpt_oss_20b_experts``, ``olmoe_routing``, ``fiddler`` and,
+in ``minilm``, ``tokenizer.json`` and ``model.safetensors`` of all-MiniLM-L6-v2; the packages
+``tokenizers`` and ``safetensors`` are needed. No prompt text is stored. Two builds from the same
+files give the same bytes, but for the date in the ``.json``.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +17,25 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, json_rows, measured_data, write_atomic, write_json
+from servegym._files import csv_rows, json_rows, write_atomic
 from servegym.envs.workloads.activations import (
-    SKEWS,
     SPLIT_SEED,
     SPLITS,
     Activations,
-    group_split,
-    list_models,
-    load_activations,
     load_model,
     read_law,
     sharpened,
+    split_by_task,
 )
-from servegym.envs.workloads.expert_sets import binomials, ids_to_masks, masks_to_ids
+from servegym.envs.workloads.build import measured_data, write_made
+from servegym.envs.workloads.expert_sets import ids_to_masks, masks_to_ids
 from servegym.envs.workloads.files import DATA_DIR, read_arrays
 from servegym.envs.workloads.synthetic_activations import mixtral_targets, solve_base
 
 BANK_SEED = 20240802
 LAW_SEED = 20240803
 BANK_TOKENS = {"deepseek-v2-lite": 96, "gpt-oss-20b": 56}
-MAX_FILE_BYTES = 1_000_000
 NEAR_DUPLICATE_COSINE = 0.98
-COMMAND = "python -m servegym.envs.workloads.build.activations DATA --minilm FOLDER"
 _FIX = "fetch the file again, or pass the right folder"
 
 # MMLU's own groups; MMLU-Pro's subjects by the same reading. Everything else is "other".
@@ -96,9 +88,9 @@ def _recorded(
     return counts[chosen], ids_to_masks(raw["expert_ids"])[np.concatenate(rows)], start
 
 
-def build_deepseek(data: Path) -> Activations:
+def build_deepseek() -> Activations:
     """DeepSeek-V2-Lite: 213 prompts of 4 tasks, teacher-forced, without text."""
-    folder = data / "esft_deepseek_v2_lite"
+    folder = measured_data("esft_deepseek_v2_lite")
     model = load_model("deepseek-v2-lite")
     table = _rows(folder / "prompts.csv", ("prompt", "task", "tokens"))
     names = sorted({row["task"] for row in table})
@@ -111,7 +103,7 @@ def build_deepseek(data: Path) -> Activations:
         kind="recorded",
         tasks=tuple(names),
         task=task,
-        split=group_split(task, chosen, SPLIT_SEED),
+        split=split_by_task(task, SPLIT_SEED),
         tokens=np.array([int(row["tokens"]) for row in table]),
         counts=counts,
         bank=bank,
@@ -129,38 +121,25 @@ def build_deepseek(data: Path) -> Activations:
     )
 
 
-def near_duplicates(vectors: np.ndarray, cosine: float) -> np.ndarray:
-    """Group vectors that a chain of pairs with a cosine above ``cosine`` joins.
-
-    Args:
-        vectors: float (P, d).
-        cosine: Threshold.
-
-    Returns:
-        int64 (P,), the least index of each one's group.
-    """
+def first_of_each(vectors: np.ndarray) -> np.ndarray:
+    """Of float (P, d) vectors the first of each group that a chain of near-duplicates joins."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    _, group = connected_components(unit @ unit.T > cosine, directed=False)
-    return np.unique(group, return_index=True)[1][group]
+    _, group = connected_components(unit @ unit.T > NEAR_DUPLICATE_COSINE, directed=False)
+    return np.sort(np.unique(group, return_index=True)[1])
 
 
-def token_sums(texts: list[str], folder: Path) -> np.ndarray:
-    """Sum of the normalised token embeddings of each text, u_p of Eq. 11.
+def token_sums(texts: list[str]) -> np.ndarray:
+    """Sum of the normalised token embeddings of each text, u_p of Eq. 11: float32 (P, 384).
 
-    Args:
-        texts: P texts; all their WordPiece tokens count, without [CLS] and [SEP].
-        folder: ``tokenizer.json`` and ``model.safetensors`` of all-MiniLM-L6-v2.
-
-    Returns:
-        float32 (P, 384).
+    All WordPiece tokens of a text count, without [CLS] and [SEP].
     """
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(measured_data("minilm", "tokenizer.json")))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(measured_data("minilm", "model.safetensors"))
     (name,) = (key for key in weights if key.endswith("word_embeddings.weight"))
     words = weights[name].astype(np.float64)
     words /= np.maximum(np.linalg.norm(words, axis=1, keepdims=True), 1e-12)
@@ -177,27 +156,24 @@ def _oss_task(row: dict[str, Any]) -> str:
     return next((task for task, names in SUBJECTS.items() if name in names), "other")
 
 
-def build_gpt_oss(data: Path, minilm: Path) -> Activations:
+def build_gpt_oss() -> Activations:
     """GPT-OSS-20B: generated tokens of prompts with text; repeating and doubled prompts dropped."""
-    folder = data / "gpt_oss_20b_experts"
+    folder = measured_data("gpt_oss_20b_experts")
     model = load_model("gpt-oss-20b")
     table = [row for _, row in json_rows(folder / "prompts.jsonl")]
     vectors = np.load(folder / "prompt_embeddings_minilm.npy").astype(np.float32)
     clean = np.array([i for i, row in enumerate(table) if not row["has_repetition"]])
-    group = near_duplicates(vectors[clean], NEAR_DUPLICATE_COSINE)
-    chosen = clean[group == np.arange(len(clean))]
+    chosen = clean[first_of_each(vectors[clean])]
     counts, bank, start = _recorded(folder, chosen, BANK_TOKENS[model.name])
     task = np.array([OSS_TASKS.index(_oss_task(table[i])) for i in chosen])
-    fine = [table[i]["category"].lower().replace(" ", "_") for i in chosen]
-    names = sorted(set(fine))
-    sums = token_sums([table[i]["text"] for i in chosen], minilm)
+    sums = token_sums([table[i]["text"] for i in chosen])
     return Activations(
         name=model.name,
         model=model,
         kind="recorded",
         tasks=OSS_TASKS,
         task=task,
-        split=group_split(task, chosen, SPLIT_SEED),
+        split=split_by_task(task, SPLIT_SEED),
         tokens=counts[:, 0].sum(axis=1) // model.top_k,
         counts=counts,
         bank=bank,
@@ -207,8 +183,6 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
             "output": vectors[chosen].astype(np.float16),
             "token": sums.astype(np.float16),
         },
-        categories=tuple(names),
-        category=np.array([names.index(name) for name in fine]),
         provenance={
             "name": model.name,
             "kind": "recorded",
@@ -225,7 +199,7 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
             "near_duplicates": f"cosine of the output embeddings above {NEAR_DUPLICATE_COSINE}; "
             "the first of each group is kept",
             "tasks": "MMLU's groups of subjects, GPQA as stem, SORRY-Bench as safety, the rest as "
-            "other; the source's own categories are in categories",
+            "other",
             "embeddings": "all-MiniLM-L6-v2, float16: output = mean-pooled, normalised, cut at 256 "
             "tokens; token = sum of the normalised WordPiece embeddings of the whole prompt",
         },
@@ -233,10 +207,7 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
 
 
 def prompt_spread(activations: Activations) -> dict[str, float]:
-    """Log-normal spread of frequencies over experts, tasks and prompts.
-
-    Args:
-        activations: Recorded activations.
+    """Log-normal spread of recorded frequencies over experts, tasks and prompts.
 
     Returns:
         ``base_sd``, log frequency over a layer's experts (mean over tasks); ``task_sd``, log ratio
@@ -291,10 +262,10 @@ def _drawn_information(
     return float(np.mean(bits))
 
 
-def mixtral_law(data: Path, deepseek: Activations) -> dict[str, Any]:
+def mixtral_law(deepseek: Activations) -> dict[str, Any]:
     """Fit the law of ``mixtral-8x7b``: provenance with ``law``."""
     model = load_model("mixtral-8x7b")
-    path = data / "olmoe_routing" / "expert_counts.csv"
+    path = measured_data("olmoe_routing", "expert_counts.csv")
     columns = ("model", "domain", "layer", "expert", "count", "counting")
     cells: dict[tuple[str, int, int], int] = {}
     for row in _rows(path, columns):
@@ -307,11 +278,11 @@ def mixtral_law(data: Path, deepseek: Activations) -> dict[str, Any]:
         counts = [[cells.get((t, layer, e), 0) for e in range(model.experts)] for t in tasks]
         rows = np.array(counts, dtype=float)
         measured[str(layer)] = np.round(rows / rows.sum(axis=1, keepdims=True), 6).tolist()
-    path = data / "fiddler" / "mixtral_popularity_order.csv"
+    path = measured_data("fiddler", "mixtral_popularity_order.csv")
     ranked = sorted(_rows(path, ("rank", "layer", "expert")), key=lambda row: int(row["rank"]))
     order = [[int(row["layer"]), int(row["expert"])] for row in ranked]
     tables: dict[tuple[str, int, int], np.ndarray] = {}
-    path = data / "olmoe_routing" / "mixtral_crosslayer_counts.csv"
+    path = measured_data("olmoe_routing", "mixtral_crosslayer_counts.csv")
     for row in _rows(path, ("domain", "layer_a", "layer_b", "expert_a", "expert_b", "count")):
         key = row["domain"], int(row["layer_a"]), int(row["layer_b"])
         table = tables.setdefault(key, np.zeros((model.experts, model.experts)))
@@ -381,42 +352,10 @@ def gpt2_law(deepseek: Activations, kind_sd: float) -> dict[str, Any]:
     }
 
 
-def _finish(provenance: dict[str, Any], activations: Activations | None) -> dict[str, Any]:
-    done = dict(provenance)
-    if activations is not None:
-        done["counts"] = {
-            "prompts": activations.num_prompts,
-            "tokens": int(activations.tokens.sum()),
-            "banked_tokens": len(activations.bank),
-            "prompts_per_task": {
-                name: int(np.sum(activations.task == t)) for t, name in enumerate(activations.tasks)
-            },
-        }
-        done["split"] = {
-            "rule": "60/10/30, stratified by task, near-duplicates together",
-            "seed": SPLIT_SEED,
-            "prompts": {name: len(activations.rows(name)) for name in SPLITS},
-        }
-        done["bank"] = {
-            "rule": "tokens drawn without replacement, in their order",
-            "tokens_per_prompt_at_most": BANK_TOKENS[activations.name],
-            "seed": BANK_SEED,
-        }
-        done["top_expert_share"] = shares(activations)
-    done["command"] = COMMAND
-    done["date"] = datetime.date.today().isoformat()
-    return done
-
-
 def top_expert_share(activations: Activations) -> dict[str, float]:
     """Share of a task's choices that its most frequent expert of a layer gets, mean over layers.
 
-    Args:
-        activations: The set.
-
-    Returns:
-        The share for each task, and their mean as ``"mean"``. With equal use it is 1 / E; it
-        cannot exceed 1 / top_k.
+    By task, and their mean as ``"mean"``: 1 / E with equal use, 1 / top_k at most.
     """
     shares = {}
     for t, name in enumerate(activations.tasks):
@@ -436,135 +375,67 @@ def shares(activations: Activations) -> dict[str, dict[str, float]]:
     }
 
 
-def pack_sets(masks: np.ndarray, top_k: int) -> np.ndarray:
-    """Pack sets as ranks of combinations, in planes of bytes that compress well: `unpack_sets`.
-
-    Args:
-        masks: uint64 (T, L), each with ``top_k`` bits.
-        top_k: At least 1; C(64, top_k) must fit in 4 bytes.
-
-    Returns:
-        uint8 (bytes, T, L), lowest byte first, without high planes that are 0 everywhere.
-    """
-    table = binomials(top_k)
-    ids = masks_to_ids(masks, top_k)
-    ranks = sum(table[ids[..., j], j + 1] for j in range(top_k))
-    planes = np.stack([(ranks >> (8 * i)) & 255 for i in range(4)]).astype(np.uint8)
-    used = [i for i in range(4) if planes[i].any()]
-    return planes[: used[-1] + 1 if used else 1]
-
-
-def write_activations(activations: Activations, folder: str | Path) -> list[Path]:
-    """Write recorded activations as ``activations-<name>*.npz`` and one ``.json``.
-
-    Args:
-        activations: The set.
-        folder: An existing folder.
-
-    Returns:
-        The files, the ``.json`` last.
-
-    Raises:
-        ValueError: A file would be larger than :data:`MAX_FILE_BYTES`.
-    """
-    stem = f"activations-{activations.name}"
-    folder = Path(folder)
+def write_activations(activations: Activations, folder: Path) -> None:
+    """Write recorded activations as ``activations-<name>*.npz`` and one ``.json``."""
+    a, stem = activations, f"activations-{activations.name}"
     contents: dict[str, dict[str, Any]] = {
         f"{stem}.npz": {
-            "tasks": np.array(activations.tasks),
-            "task": activations.task.astype(np.int8),
-            "categories": np.array(activations.categories),
-            "category": np.asarray(activations.category),
-            "split": activations.split,
-            "tokens": activations.tokens,
-            "counts": activations.counts.astype(np.uint16),
-            "bank_start": activations.bank_start.astype(np.int32),
-        }
+            "tasks": np.array(a.tasks),
+            "task": a.task.astype(np.int8),
+            "split": a.split,
+            "tokens": a.tokens,
+            "counts": a.counts.astype(np.uint16),
+            "bank_start": a.bank_start.astype(np.int32),
+        },
+        # Compressed they are smallest in this order of axes.
+        f"{stem}-bank.npz": {"sets": masks_to_ids(np.ascontiguousarray(a.bank.T), a.model.top_k)},
     }
-    planes = pack_sets(activations.bank, activations.model.top_k)
-    # Packed sets hardly compress: their size says how many parts are needed.
-    parts = -(-planes.size // (MAX_FILE_BYTES + MAX_FILE_BYTES // 10))
-    for i, part in enumerate(np.array_split(planes, parts, axis=1)):
-        contents[f"{stem}-bank-{i}.npz"] = {"sets": np.ascontiguousarray(part)}
-    if activations.embeddings:
+    if a.embeddings:
         contents[f"{stem}-embeddings.npz"] = {
-            name: vectors.astype(np.float16) for name, vectors in activations.embeddings.items()
+            name: vectors.astype(np.float16) for name, vectors in a.embeddings.items()
         }
-    written = []
     for name, arrays in contents.items():
-        path = folder / name
-        write_atomic(path, lambda stream, arrays=arrays: np.savez_compressed(stream, **arrays))
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, above {MAX_FILE_BYTES}.")
-        written.append(path)
-    provenance = dict(activations.provenance) | {"files": list(contents)}
-    path = folder / f"{stem}.json"
-    write_json(path, _finish(provenance, activations))
-    return [*written, path]
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("data", type=Path, nargs="?", help="measured data ($SERVEGYM_DATA)")
-    parser.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2, for gpt-oss-20b")
-    parser.add_argument("--models", nargs="+", choices=list_models(), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
-    parser.add_argument("--shares", action="store_true", help="print a table of what is packaged")
-    args = parser.parse_args(argv)
-    if args.shares:
-        print(share_table())
-        return
-    data = args.data or measured_data()
-    if data is None:
-        parser.error("give DATA, or set SERVEGYM_DATA to the folder with the measured data")
-    models = args.models or list_models()
-    written: list[Path] = []
-    deepseek = build_deepseek(data)
-    if "deepseek-v2-lite" in models:
-        written += write_activations(deepseek, args.out)
-    if "gpt-oss-20b" in models:
-        if args.minilm is None:
-            parser.error("gpt-oss-20b needs --minilm FOLDER; or leave it out with --models")
-        written += write_activations(build_gpt_oss(data, args.minilm), args.out)
-    if "mixtral-8x7b" in models or "gpt2-moe" in models:
-        mixtral = mixtral_law(data, deepseek)
-        laws = [mixtral, gpt2_law(deepseek, mixtral["law"]["kind_sd"])]
-        for law in laws:
-            if law["name"] in models:
-                path = args.out / f"activations-{law['name']}.json"
-                write_law(path, law)
-                written.append(path)
-    for path in written:
-        print(f"{path} ({path.stat().st_size} bytes)")
-
-
-def share_table() -> str:
-    """Sizes and top-expert shares of the packaged activations, computed anew, as Markdown."""
-    lines = [
-        "| model | as measured | prompts | tokens | banked | L x E, top-k | equal use | measured "
-        "| paper | greatest possible |",
-        "| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for name in list_models():
-        plain = load_activations(name)
-        model = plain.model
-        both = [top_expert_share(load_activations(name, skew))["mean"] for skew in SKEWS]
-        shares = [1 / model.experts, *both, 1 / model.top_k]
-        lines.append(
-            f"| {name} | {plain.kind} | {plain.num_prompts:,} | {int(plain.tokens.sum()):,} | "
-            f"{len(plain.bank):,} | {model.num_moe_layers} x {model.experts}, {model.top_k} | "
-            + " | ".join(f"{100 * share:.1f} %" for share in shares)
-            + " |"
+        write_atomic(
+            folder / name, lambda stream, arrays=arrays: np.savez_compressed(stream, **arrays)
         )
-    return "\n".join(lines)
+    about = {
+        "counts": {
+            "prompts": a.num_prompts,
+            "tokens": int(a.tokens.sum()),
+            "banked_tokens": len(a.bank),
+            "prompts_per_task": {n: int(np.sum(a.task == t)) for t, n in enumerate(a.tasks)},
+        },
+        "split": {
+            "rule": "60/10/30, stratified by task, near-duplicates together",
+            "seed": SPLIT_SEED,
+            "prompts": {name: len(a.rows(name)) for name in SPLITS},
+        },
+        "bank": {
+            "rule": "tokens drawn without replacement, in their order",
+            "tokens_per_prompt_at_most": BANK_TOKENS[a.name],
+            "seed": BANK_SEED,
+        },
+        "top_expert_share": shares(a),
+    }
+    write_made(folder / f"{stem}.json", "activations", {**a.provenance, **about})
 
 
-def write_law(path: Path, law: dict[str, Any]) -> None:
+def write_law(law: dict[str, Any]) -> None:
     """Write a synthetic model's law, then its shares, which are those of what the law gives."""
-    write_json(path, law)
+    path = DATA_DIR / f"activations-{law['name']}.json"
+    write_made(path, "activations", law)
     drawn = read_law(path, load_model(law["name"]), 0)
-    write_json(path, _finish(law | {"top_expert_share": shares(drawn)}, None))
+    write_made(path, "activations", law | {"top_expert_share": shares(drawn)})
+
+
+def main() -> None:
+    """Write all of them."""
+    deepseek = build_deepseek()
+    write_activations(deepseek, DATA_DIR)
+    write_activations(build_gpt_oss(), DATA_DIR)
+    mixtral = mixtral_law(deepseek)
+    write_law(mixtral)
+    write_law(gpt2_law(deepseek, mixtral["law"]["kind_sd"]))
 
 
 if __name__ == "__main__":

@@ -1,56 +1,39 @@
 """Fit the arrival presets to BurstGPT and Azure; writes ``data/arrivals.json``.
 
-    python -m servegym.envs.workloads.build.arrivals --data FOLDER
+    SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.arrivals
 
-FOLDER (default: ``$SERVEGYM_DATA``) holds ``burstgpt/burstgpt_1_first500_reconstructed.csv``,
-``burstgpt/burstgpt_1_hourly_requests.csv`` and ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``.
-All fits are in units of the trace's mean gap, with fixed seeds.
-
-How each model is fitted:
-
-- gamma: coefficient of variation (CV) of the gaps.
-- mmpp: maximum likelihood of the gaps of a two-state Markov-modulated Poisson process.
-- modulated (the presets), a gamma renewal process on the clock of a slowly varying gamma rate.
-  BurstGPT: a block is one hour at the mean rate of the 500 rows; ``cv`` is the CV of the gaps
-  within hours, each hour's scaled to mean one; ``rate_cv`` and ``rho`` minimise the squared log
-  error of CV and index of dispersion of the 500 rows, of the CV of the 61 days' hourly counts
-  (each day's scaled to mean one) and the squared error of their lag-one autocorrelation. An
-  episode of 1,000 requests so is about a day of the trace, played at the rate asked for.
-  Azure: a block is five seconds; ``cv``, ``rate_cv``, ``rho`` minimise the squared log error of CV
-  and index of dispersion.
-
-The index of dispersion at a window w is the variance over the mean of the counts in windows of w.
-The model's side is the median over simulated traces of the same length with the same estimator, of
-so many that their noise is below what parameters differ by; the least of several starts is taken.
+All fits are in units of the trace's mean gap, with fixed seeds: gamma by the CV of the gaps, mmpp
+by maximum likelihood, modulated by `fit_burstgpt` and `fit_azure`. Their index of dispersion at a
+window w is the variance over the mean of the counts in windows of w. The model's side is the median
+over so many simulated traces of the same length that their noise is below what parameters differ
+by.
 """
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize
+from scipy.special import gammaincinv, ndtr
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, write_json
+from servegym._files import csv_rows
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,
     MMPPArrivals,
     ModulatedArrivals,
 )
-from servegym.envs.workloads.build.lengths import TRACES as LENGTHS
-from servegym.envs.workloads.build.options import fit_arguments
+from servegym.envs.workloads.build import measured_data, write_made
+from servegym.envs.workloads.build.lengths import TRACES
+from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.traces import load_trace
 
-AZURE, ABOUT_AZURE = LENGTHS["azure"]
-TRACES = (
-    "burstgpt/burstgpt_1_first500_reconstructed.csv",
-    "burstgpt/burstgpt_1_hourly_requests.csv",
-    AZURE,
-)
+AZURE, ABOUT_AZURE = TRACES["azure"]
 BURSTGPT_WINDOWS = (1, 2, 5, 10, 20, 50)
 AZURE_WINDOWS = (1, 5, 10, 50, 150, 300, 600)
 AZURE_BLOCK_S = 5.0
@@ -59,15 +42,7 @@ BURSTGPT_TRACES, AZURE_TRACES = 600, 48
 
 
 def burstiness(times: np.ndarray, windows: Sequence[float]) -> np.ndarray:
-    """CV of the gaps and index of dispersion of counts.
-
-    Args:
-        times: float64 (n,), non-decreasing.
-        windows: Window lengths in mean gaps.
-
-    Returns:
-        float64 (1 + len(windows),).
-    """
+    """CV of the gaps, and index of dispersion of the counts in each window of so many mean gaps."""
     gaps = np.diff(times)
     mean = gaps.mean()
     values = [gaps.std() / mean]
@@ -79,13 +54,9 @@ def burstiness(times: np.ndarray, windows: Sequence[float]) -> np.ndarray:
 
 
 def hourly_shape(rates: np.ndarray) -> np.ndarray:
-    """CV and lag-one autocorrelation within days of hourly rates.
+    """CV and lag-one autocorrelation within days of hourly rates (days, 24).
 
-    Args:
-        rates: float64 (days, 24), requests per hour.
-
-    Returns:
-        float64 (2,), each day's rates scaled to mean one and pooled.
+    Each day's rates are scaled to mean one, and pooled.
     """
     off = rates / rates.mean(axis=1, keepdims=True) - 1
     return np.array([np.sqrt(np.mean(off**2)), np.sum(off[:, 1:] * off[:, :-1]) / np.sum(off**2)])
@@ -126,21 +97,17 @@ def mmpp_log_likelihood(gaps: np.ndarray, process: MMPPArrivals) -> float:
 
 
 def _minimise(loss: Callable[[np.ndarray], float], *starts: Sequence[float]) -> np.ndarray:
-    """The least point that Nelder-Mead finds from several starts."""
-    return min((_descend(loss, start) for start in starts), key=loss)
-
-
-def _descend(loss: Callable[[np.ndarray], float], start: Sequence[float]) -> np.ndarray:
-    """Nelder-Mead from ``start`` and once more from where it ends, first steps of one half."""
-    from scipy.optimize import minimize
-
-    point = np.asarray(start, dtype=float)
-    for _ in range(2):
-        # The default's steps, 5 % of a coordinate or .00025 of a zero, may already meet xatol.
-        simplex = np.vstack([point, point + 0.5 * np.eye(point.size)])
-        options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 400, "initial_simplex": simplex}
-        point = minimize(loss, point, method="Nelder-Mead", options=options).x
-    return point
+    """The least point that Nelder-Mead finds from several starts, and once more from their ends."""
+    found = []
+    for start in starts:
+        point = np.asarray(start, dtype=float)
+        for _ in range(2):
+            # The default's steps, 5 % of a coordinate or .00025 of a zero, may already meet xatol.
+            simplex = np.vstack([point, point + 0.5 * np.eye(point.size)])
+            options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 400, "initial_simplex": simplex}
+            point = minimize(loss, point, method="Nelder-Mead", options=options).x
+        found.append(point)
+    return min(found, key=loss)
 
 
 def _logistic(x: float) -> float:
@@ -157,18 +124,11 @@ def fit_mmpp(gaps: np.ndarray) -> dict[str, float]:
     def loss(x: np.ndarray) -> float:
         return -mmpp_log_likelihood(gaps, process(x)) / len(gaps)
 
-    best = process(_minimise(loss, [1.0, -1.0, 3.0], [3.0, -2.0, 5.0], [-1.0, 0.0, 6.0]))
-    return {
-        "rate_ratio": best.rate_ratio,
-        "busy_share": best.busy_share,
-        "cycle_requests": best.cycle_requests,
-    }
+    return asdict(process(_minimise(loss, [1.0, -1.0, 3.0], [3.0, -2.0, 5.0], [-1.0, 0.0, 6.0])))
 
 
 def model_hourly_shape(rate_cv: float, rho: float, days: int) -> np.ndarray:
     """:func:`hourly_shape` of simulated rates, mean of 20 traces of ``days``: float64 (2,)."""
-    from scipy.special import gammaincinv, ndtr
-
     levels = np.random.default_rng(2).standard_normal((20, 24 * days))
     levels[:, 1:] *= np.sqrt(1 - rho**2)
     for k in range(1, levels.shape[1]):
@@ -178,11 +138,11 @@ def model_hourly_shape(rate_cv: float, rho: float, days: int) -> np.ndarray:
 
 
 def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
-    """Parameters of the modulated model for BurstGPT.
+    """Parameters of the modulated model for BurstGPT, of times in s after the start of an hour.
 
-    Args:
-        times: float64 (n,), the rows' times, s after the start of an hour.
-        hourly: float64 (days, 24), requests per hour.
+    A block is one hour at the mean rate of the rows; ``cv`` is that of the gaps within hours, each
+    hour's scaled to mean one; ``rate_cv`` and ``rho`` minimise the squared log errors of
+    `burstiness` and of the CV of `hourly_shape`, and the squared error of its autocorrelation.
     """
     gaps, hours = np.diff(times), (times // 3600).astype(int)
     same = hours[1:] == hours[:-1]
@@ -210,7 +170,7 @@ def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
 
 
 def fit_azure(times: np.ndarray) -> dict[str, float]:
-    """Parameters of the modulated model for the Azure trace; ``times`` float64 (n,), s."""
+    """Parameters of the modulated model for Azure by its `burstiness`; a block is five seconds."""
     measured = burstiness(times, AZURE_WINDOWS)
     block = AZURE_BLOCK_S / np.diff(times).mean()
 
@@ -220,12 +180,8 @@ def fit_azure(times: np.ndarray) -> dict[str, float]:
         return float(np.sum(np.log(model / measured) ** 2))
 
     x = _minimise(loss, [0.0, -1.4, 3.0], [-0.3, -0.7, 2.0])
-    return {
-        "cv": np.exp(x[0]),
-        "rate_cv": np.exp(x[1]),
-        "rho": _logistic(x[2]),
-        "block_requests": block,
-    }
+    cv, rate_cv = np.exp(x[:2])
+    return {"cv": cv, "rate_cv": rate_cv, "rho": _logistic(x[2]), "block_requests": block}
 
 
 def read_hourly(path: Path) -> np.ndarray:
@@ -244,21 +200,16 @@ def _entry(
     gaps = np.diff(times)
     measured = burstiness(times, windows)
     labels = ["cv", *(f"index_of_dispersion_{window}_mean_gaps" for window in windows)]
-    parameters = {
-        "gamma": {"cv": float(measured[0])},
-        "mmpp": fit_mmpp(gaps / gaps.mean()),
-        "modulated": modulated,
-    }
-    makers: dict[str, Callable[..., Arrivals]] = {
-        "gamma": GammaArrivals,
-        "mmpp": MMPPArrivals,
-        "modulated": ModulatedArrivals,
+    fits: dict[str, tuple[Callable[..., Arrivals], dict[str, float]]] = {
+        "gamma": (GammaArrivals, {"cv": float(measured[0])}),
+        "mmpp": (MMPPArrivals, fit_mmpp(gaps / gaps.mean())),
+        "modulated": (ModulatedArrivals, modulated),
     }
     repeats = max(40, min(400, 400_000 // len(times)))
-    errors: dict[str, Any] = {}
-    for name, maker in makers.items():
-        parameters[name] = {key: float(f"{value:.5g}") for key, value in parameters[name].items()}
-        runs = simulated(maker(1.0, **parameters[name]), len(times), windows, repeats, 4)
+    parameters, errors = {}, {}
+    for name, (maker, values) in fits.items():
+        parameters[name] = {key: float(f"{value:.5g}") for key, value in values.items()}
+        runs = simulated(maker(**parameters[name]), len(times), windows, repeats, 4)
         low, middle, high = np.quantile(runs, (0.05, 0.5, 0.95), axis=0)
         errors[name] = {
             label: {
@@ -278,13 +229,13 @@ def _entry(
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    (rows, hours, conversations), out = fit_arguments(__doc__, "arrivals.json", TRACES, argv)
+def main() -> None:
+    """Write the fits."""
+    rows = measured_data("burstgpt", "burstgpt_1_first500_reconstructed.csv")
     # The first row is 5 s after the hour; load_trace counts from the first row.
     burst = load_trace(rows).timestamps_s + 5.0
-    hourly = read_hourly(hours)
-    azure = load_trace(conversations).timestamps_s
+    hourly = read_hourly(measured_data("burstgpt", "burstgpt_1_hourly_requests.csv"))
+    azure = load_trace(measured_data(AZURE)).timestamps_s
     shape = hourly_shape(hourly)
     modulated = fit_burstgpt(burst, hourly)
     model_shape = model_hourly_shape(modulated["rate_cv"], modulated["rho"], len(hourly))
@@ -307,17 +258,9 @@ def main(argv: list[str] | None = None) -> None:
                 },
             },
         ),
-        "azure": _entry(
-            azure,
-            AZURE_WINDOWS,
-            fit_azure(azure),
-            ABOUT_AZURE,
-        ),
-        "command": "python -m servegym.envs.workloads.build.arrivals --data FOLDER",
-        "date": datetime.date.today().isoformat(),
+        "azure": _entry(azure, AZURE_WINDOWS, fit_azure(azure), ABOUT_AZURE),
     }
-    write_json(out, content)
-    print(out)
+    write_made(DATA_DIR / "arrivals.json", "arrivals", content)
 
 
 if __name__ == "__main__":

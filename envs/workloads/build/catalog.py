@@ -1,25 +1,22 @@
 """Build the packaged catalog ``alpaca_eval_7b`` from the per-answer table.
 
-The table has one row for each (LLM, prompt): token counts and a score, no text. Run
+    SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.catalog
 
-    python -m servegym.envs.workloads.build.catalog --csv PATH
-
-with the path of ``alpaca_eval_7b.csv``, or set ``SERVEGYM_DATA`` to the folder that holds
-``routing_catalog/alpaca_eval_7b.csv``. Two builds from one table give the same bytes, but for the
+FOLDER holds ``routing_catalog/alpaca_eval_7b.csv``. The table has one row for each (LLM, prompt):
+token counts and a score, no text. Two builds from one table give the same bytes, but for the
 date in the ``.json``.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, measured_data, write_atomic, write_json
+from servegym._files import csv_rows, write_atomic
+from servegym.envs.workloads.build import measured_data, write_made
 from servegym.envs.workloads.catalog import (
     MAX_OUTPUT_TOKENS,
     SPLIT_SHARES,
@@ -41,21 +38,8 @@ COLUMNS = (
 )
 
 
-def read_table(path: str | Path) -> tuple[Catalog, dict[str, Any]]:
-    """Read the table and make the catalog of it, which checks the numbers.
-
-    Args:
-        path: CSV with the columns of :data:`COLUMNS`, every (model, prompt) pair once.
-
-    Returns:
-        The catalog (provenance still empty) and the counts for the provenance: rows, prompts,
-        models, prompts per dataset, outputs raised from 0 to 1 token.
-
-    Raises:
-        MalformedFileError: A missing column.
-        KeyError: A missing pair.
-        ValueError: A value that is none, or out of range.
-    """
+def read_table(path: Path) -> tuple[Catalog, dict[str, Any]]:
+    """The catalog of a table with every (model, prompt) pair once, and counts of what it has."""
     rows = [row for _, row in csv_rows(path, COLUMNS)]
     cells = {(int(row["prompt_id"]), row["model"]): row for row in rows}
     prompts, models = (sorted(set(names)) for names in zip(*cells, strict=True))
@@ -88,18 +72,9 @@ def read_table(path: str | Path) -> tuple[Catalog, dict[str, Any]]:
     return catalog, counts
 
 
-def write_catalog(catalog: Catalog, counts: dict[str, Any], folder: str | Path) -> Path:
-    """Write ``<name>.npz`` and ``<name>.json`` to ``folder``.
-
-    Args:
-        catalog: What :func:`read_table` made.
-        counts: Its counts.
-        folder: An existing folder.
-
-    Returns:
-        Path of the ``.npz``.
-    """
-    folder = Path(folder)
+def main(folder: Path = DATA_DIR) -> None:
+    """Write the catalog, and its provenance beside it."""
+    catalog, counts = read_table(measured_data("routing_catalog", "alpaca_eval_7b.csv"))
     path = folder / f"{catalog.name}.npz"
     arrays = {
         "models": np.array(catalog.models),
@@ -137,24 +112,8 @@ def write_catalog(catalog: Catalog, counts: dict[str, Any], folder: str | Path) 
             "prompts": {name: len(catalog.rows(name)) for name in SPLITS},
         },
         "counts": counts,
-        "command": "python -m servegym.envs.workloads.build.catalog --csv alpaca_eval_7b.csv",
-        "date": datetime.date.today().isoformat(),
     }
-    write_json(path.with_suffix(".json"), provenance)
-    return path
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--csv", type=Path, help="the table (default: from $SERVEGYM_DATA)")
-    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
-    args = parser.parse_args(argv)
-    path = args.csv or measured_data("routing_catalog", "alpaca_eval_7b.csv")
-    if path is None:
-        parser.error("give --csv PATH, or set SERVEGYM_DATA to the folder with the measured data")
-    written = write_catalog(*read_table(path), args.out)
-    print(f"{written} ({written.stat().st_size} bytes)")
+    write_made(path.with_suffix(".json"), "catalog", provenance)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,25 @@
 """Fit laws of conversations to Mooncake's trace; writes ``data/chat-sessions.json``.
 
-    python -m servegym.envs.workloads.build.chat_sessions
-
-It reads the packaged ``prefixes-mooncake-conversation``. Requests of the second quarter of the hour
-are fitted, so that few of the sessions that began before the recording count as new and each has
-half an hour to go on. A session whose first prompt has fewer than two full blocks of 512 tokens
-cannot be followed, as its blocks are common to all requests or have no id, and is left out. The
-laws of lengths and of the time between two turns are quantiles as in ``data/lengths.json``; a
-session goes on after a turn with a probability that depends on the turn's number, and the first
-prompt has two laws, for sessions of one turn and of more. Apart from that the quantities are drawn
-independently; the file records a correlation that this leaves out. How sessions drawn for an hour
-compare with the recorded ones is in ``experiments/results/prefix/workload_sessions.csv``.
+Requests of the second quarter of the hour are fitted, so that few of the sessions that began before
+the recording count as new and each has half an hour to go on. A session whose first prompt has
+fewer than two full blocks cannot be followed, as its blocks are common to all requests or have no
+id, and is left out. Whether a session goes on depends on the turn's number; all else is drawn
+independently.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import write_json
+from servegym.envs.workloads.build import write_made
 from servegym.envs.workloads.build.lengths import fit
 from servegym.envs.workloads.build.prefix_traces import SOURCES
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.prefix_traces import EXTENDED_BLOCKS, PrefixTrace, load_prefix_trace
 
-COMMAND = "python -m servegym.envs.workloads.build.chat_sessions"
 TRACE = "mooncake-conversation"
 CAP = 131_072
 STEPS = 100
@@ -85,21 +75,15 @@ def fit_sessions(trace: PrefixTrace) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=DATA_DIR / "chat-sessions.json")
-    args = parser.parse_args(argv)
+def main() -> None:
+    """Write the laws."""
     content = {
         "kind": "fitted",
         "law": "quantiles at equal steps from 0 to 100 %, linear in between, rounded",
         **SOURCES[TRACE][1],
         **fit_sessions(load_prefix_trace(TRACE)),
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
     }
-    write_json(args.out, content)
-    print(args.out)
+    write_made(DATA_DIR / "chat-sessions.json", "chat_sessions", content)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,15 @@
 """Fit the laws of prompt and output lengths to traces; writes ``data/lengths.json``.
 
-    python -m servegym.envs.workloads.build.lengths --data FOLDER
-
-FOLDER (default: ``$SERVEGYM_DATA``) holds ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``,
-``mooncake/conversation_trace.jsonl`` and ``helix/shared_gpt_lengths.csv``.
+    SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.lengths
 
 A law is the quantiles of the lengths at 0, 5, ..., 100 %, rounded to whole tokens and linear in
 between. Prompt and output lengths are drawn independently; the file records the correlation of
-their logarithms that this leaves out. The error of a law is its Kolmogorov-Smirnov distance to the
-lengths and the relative error of its mean, as a whole and cut at the longest lengths of those who
-draw from it.
+their logarithms that this leaves out, and the error of a law, as a whole and cut at the longest
+lengths of those who draw from it: its Kolmogorov-Smirnov distance and that of its mean.
 """
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +17,8 @@ import numpy as np
 from scipy.stats import ks_2samp
 
 from servegym._command_line import run_main
-from servegym._files import write_json
-from servegym.envs.workloads.build.options import fit_arguments
+from servegym.envs.workloads.build import measured_data, write_made
+from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
 from servegym.envs.workloads.traces import read_requests
 
@@ -68,15 +63,7 @@ def distance(lengths: np.ndarray, quantiles: np.ndarray) -> float:
 
 
 def fit(lengths: np.ndarray, cap: int, steps: int = STEPS) -> dict[str, Any]:
-    """The law of lengths ``(n,)`` in ``steps`` steps and its errors, uncut and cut at ``cap``.
-
-    Raises:
-        ValueError: If there are fewer lengths than steps, or one is below 1.
-    """
-    if len(lengths) <= steps:
-        raise ValueError(f"lengths has {len(lengths)} values; more than {steps} are needed.")
-    if lengths.min() < 1:
-        raise ValueError(f"lengths holds {lengths.min()}; at least 1 token is allowed.")
+    """The law of lengths ``(n,)`` in ``steps`` steps and its errors, uncut and cut at ``cap``."""
     quantiles = np.rint(np.quantile(lengths, np.linspace(0.0, 1.0, steps + 1)))
     errors = {}
     for name, most in (("uncut", np.inf), (f"cut_at_{cap}", cap)):
@@ -95,20 +82,15 @@ def fit(lengths: np.ndarray, cap: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def read_lengths(path: Path) -> dict[str, np.ndarray]:
-    """Prompt and output tokens of a trace, float64 (n,) each.
-
-    Raises:
-        MalformedFileError: A trace that cannot be used.
-    """
+    """Prompt and output tokens of a trace, float64 (n,) each."""
     return read_requests(path, lambda _: dict.fromkeys(KINDS, "tokens")).columns
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    paths, out = fit_arguments(__doc__, "lengths.json", [path for path, _ in TRACES.values()], argv)
+def main(out: Path = DATA_DIR / "lengths.json") -> None:
+    """Write the laws."""
     traces = {}
-    for (name, (_, about)), path in zip(TRACES.items(), paths, strict=True):
-        lengths = read_lengths(path)
+    for name, (path, about) in TRACES.items():
+        lengths = read_lengths(measured_data(path))
         prompt, output = lengths.values()
         correlation = np.corrcoef(np.log(prompt), np.log(output))[0, 1]
         traces[name] = {
@@ -121,11 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         "kind": "fitted",
         "law": "quantiles at equal steps from 0 to 100 %, linear in between, rounded to tokens",
         "traces": traces,
-        "command": "python -m servegym.envs.workloads.build.lengths --data FOLDER",
-        "date": datetime.date.today().isoformat(),
     }
-    write_json(out, content)
-    print(out)
+    write_made(out, "lengths", content)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """Pack recorded requests with shared prefixes; writes ``data/prefixes-*.npz`` and ``.json``.
 
-    python -m servegym.envs.workloads.build.prefix_traces --data FOLDER
+    SERVEGYM_DATA=FOLDER python -m servegym.envs.workloads.build.prefix_traces
 
-FOLDER (default: ``$SERVEGYM_DATA``) holds ``mooncake/conversation_trace.jsonl``,
-``mooncake/synthetic_trace.jsonl`` and ``agent_sessions/sessions.csv.gz``. Of Mooncake's ids the
-packed file keeps, for each request, the earlier request with the longest common chain and its
-length: no id is lost by it. ``sessions.csv.gz`` has that already for the recorded coding sessions.
+Of Mooncake's ids the packed file keeps, for each request, the earlier request with the longest
+common chain and its length: no id is lost by it. ``sessions.csv.gz`` has that already.
 """
 
 from __future__ import annotations
 
-import datetime
 import gzip
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -20,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, write_atomic, write_json
+from servegym._files import csv_rows, write_atomic
+from servegym.envs.workloads.build import measured_data, write_made
 from servegym.envs.workloads.build.lengths import TRACES
-from servegym.envs.workloads.build.options import fit_arguments
+from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace, think_times
 
 AGENTS_BLOCK = 64
-COMMAND = "python -m servegym.envs.workloads.build.prefix_traces --data FOLDER"
 _CONVERSATION, _MOONCAKE = TRACES["mooncake"]
 SOURCES: dict[str, tuple[str, dict[str, str]]] = {
     "mooncake-conversation": (
@@ -117,13 +113,13 @@ def pack(trace: PrefixTrace) -> dict[str, np.ndarray]:
     }
 
 
-def write_packed(name: str, trace: PrefixTrace, out: Path) -> None:
+def write_packed(name: str, trace: PrefixTrace) -> None:
     """Write ``prefixes-NAME.npz`` and its provenance."""
-    packed = io.BytesIO()
-    np.savez_compressed(packed, allow_pickle=False, **pack(trace))
-    write_atomic(out / f"prefixes-{name}.npz", lambda stream: stream.write(packed.getvalue()))
+    path = DATA_DIR / f"prefixes-{name}.npz"
+    arrays: dict[str, Any] = pack(trace)
+    write_atomic(path, lambda stream: np.savez_compressed(stream, **arrays))
     hits, blocks = trace.recorded_hits()
-    about: dict[str, Any] = {
+    about = {
         "kind": "derived",
         **SOURCES[name][1],
         "layout": {
@@ -135,18 +131,14 @@ def write_packed(name: str, trace: PrefixTrace, out: Path) -> None:
         "sessions": int(trace.session.max()) + 1,
         "blocks": blocks,
         "different_blocks": blocks - hits,
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
     }
-    write_json(out / f"prefixes-{name}.json", about)
+    write_made(path.with_suffix(".json"), "prefix_traces", about)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    paths, out = fit_arguments(__doc__, "", [path for path, _ in SOURCES.values()], argv)
-    for name, path in zip(SOURCES, paths, strict=True):
-        write_packed(name, read_source(name, path), out)
-        print(out / f"prefixes-{name}.npz")
+def main() -> None:
+    """Write all of them."""
+    for name, (path, _) in SOURCES.items():
+        write_packed(name, read_source(name, measured_data(path)))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ fit moves the parameters until simulated moments equal the measured ones.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import write_json
+from servegym.envs.workloads.build import write_made
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.catalog_names import load_catalog
 from servegym.envs.workloads.files import DATA_DIR
@@ -40,17 +37,11 @@ _STEERED = {
 def moments(
     prompt_tokens: np.ndarray, scores: np.ndarray, output_tokens: np.ndarray
 ) -> dict[str, float]:
-    """The moments that a synthetic catalog reproduces.
+    """The moments that a synthetic catalog reproduces, of (P,), (P, M) and (P, M) values.
 
-    Args:
-        prompt_tokens: (P,).
-        scores: (P, M), M >= 3.
-        output_tokens: (P, M).
-
-    Returns:
-        Pooled means and standard deviations, standard deviation of the LLMs' means, mean Pearson
-        correlation of two LLMs over prompts, and correlations of score and length between LLM
-        means, between prompt means (with log prompt tokens too) and between what is left.
+    Pooled means and standard deviations, standard deviation of the LLMs' means, mean Pearson
+    correlation of two LLMs over prompts, and correlations of score and length between LLM means,
+    between prompt means (with log prompt tokens too) and between what is left.
     """
     out = {
         "prompt_log_tokens_mean": np.log(prompt_tokens).mean(),
@@ -59,7 +50,6 @@ def moments(
     upper = np.triu_indices(scores.shape[1], 1)
     rest, per_model, per_prompt = [], [], [np.log(prompt_tokens)]
     for name, values in (("score", scores), ("length", output_tokens)):
-        values = np.asarray(values, dtype=np.float64)
         out[f"{name}_mean"] = values.mean()
         out[f"{name}_std"] = values.std()
         out[f"{name}_model_std"] = values.mean(axis=0).std(ddof=1)
@@ -117,18 +107,13 @@ def fit(catalog: Catalog) -> dict[str, Any]:
         }
         for name, value in measured.items()
     }
-    result["command"] = "python -m servegym.envs.workloads.build.synthetic_catalog"
-    result["date"] = datetime.date.today().isoformat()
     return result
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=DATA_DIR / "synthetic.json")
-    args = parser.parse_args(argv)
-    write_json(args.out, fit(load_catalog("alpaca_eval_7b")))
-    print(args.out)
+def main() -> None:
+    """Write the fit."""
+    content = fit(load_catalog("alpaca_eval_7b"))
+    write_made(DATA_DIR / "synthetic.json", "synthetic_catalog", content)
 
 
 if __name__ == "__main__":

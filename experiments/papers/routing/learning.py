@@ -37,7 +37,7 @@ PREDICTORS = {
 }
 """Fig. 18: predictions as often right as the paper's, or none (zero, P -> Z), of score and length;
 each expert's train means in their place; those of the predictor that was trained here
-(`envs/workloads/build/predictor.py`); the truth, an upper bound."""
+(`envs/workloads/build/predictor.py` of commit d987f7ef); the truth, an upper bound."""
 
 
 def _settings(options: measuring.Options) -> list[dict[str, Any]]:

@@ -4,16 +4,13 @@ import numpy as np
 import pytest
 
 from servegym.envs.workloads import list_arrivals, make_arrivals
-from servegym.envs.workloads.arrivals import fitted_parameters
 from servegym.envs.workloads.build.arrivals import (
     AZURE_WINDOWS,
     BURSTGPT_WINDOWS,
     burstiness,
-    hourly_shape,
     mmpp_log_likelihood,
-    read_hourly,
 )
-from servegym.envs.workloads.traces import load_trace
+from servegym.envs.workloads.files import read_fitted
 
 FITTED = ("burstgpt", "azure")
 
@@ -114,7 +111,7 @@ def test_mmpp_matches_theory():
 
 @pytest.mark.parametrize("name", FITTED)
 def test_preset_has_the_measured_burstiness(name):
-    entry = fitted_parameters()[name]
+    entry = read_fitted("arrivals.json")[name]
     arrivals = make_arrivals(name)
     windows = BURSTGPT_WINDOWS if name == "burstgpt" else AZURE_WINDOWS
     rng = np.random.default_rng(23)
@@ -126,23 +123,6 @@ def test_preset_has_the_measured_burstiness(name):
     target = [row["measured"] for row in entry["fit_error"]["modulated"].values()]
     np.testing.assert_allclose(middle, target, rtol=0.35)
     assert middle[0] == pytest.approx(target[0], rel=0.2)
-
-
-@pytest.mark.slow
-def test_fitted_numbers_are_of_the_measured_traces(measured):
-    rows = load_trace(measured("burstgpt", "burstgpt_1_first500_reconstructed.csv"))
-    hours = read_hourly(measured("burstgpt", "burstgpt_1_hourly_requests.csv"))
-    azure = load_trace(measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv"))
-    for name, trace, windows in (
-        ("burstgpt", rows, BURSTGPT_WINDOWS),
-        ("azure", azure, AZURE_WINDOWS),
-    ):
-        stored = fitted_parameters()[name]["fit_error"]["modulated"]
-        found = burstiness(trace.timestamps_s, windows)
-        np.testing.assert_allclose(found, [v["measured"] for v in stored.values()], rtol=2e-3)
-    stored = fitted_parameters()["burstgpt"]["hourly"]
-    shape = [stored["cv_within_days"], stored["lag_one_autocorrelation_within_days"]]
-    np.testing.assert_allclose(hourly_shape(hours), shape, rtol=2e-3)
 
 
 def test_trace_replays_its_gaps(tmp_path):

@@ -1,72 +1,32 @@
 """The fitted length laws: the fit on known lengths, the shipped file, draws, refusals."""
 
-import json
-
 import numpy as np
 import pytest
 
 from servegym.envs.workloads.build import lengths as fit_lengths
-from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
+from servegym.envs.workloads.files import read_fitted
+from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 
 
-def write(folder, rows):
-    path = folder / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
-    path.parent.mkdir(parents=True)
-    rows = list(enumerate(rows))
-    lines = [f"2023-11-16 18:15:{i / 1000:09.6f},{a},{b}" for i, (a, b) in rows]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
-    path = folder / "mooncake" / "conversation_trace.jsonl"
-    path.parent.mkdir(parents=True)
-    row = '{{"timestamp": {}, "input_length": {}, "output_length": {}}}'
-    lines = [row.format(i, a, b) for i, (a, b) in rows]
-    path.write_text("\n".join(lines) + "\n")
-    path = folder / "helix" / "shared_gpt_lengths.csv"
-    path.parent.mkdir(parents=True)
-    lines = [f"{a},{b}" for _, (a, b) in rows]
-    path.write_text("\n".join(["input_tokens,output_tokens", *lines]) + "\n")
-
-
-def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(1, 2001, 5_000)  # uniform: quantile q is 2,000 q
-    write(tmp_path, zip(prompt, 2001 - prompt, strict=True))
-    out = tmp_path / "lengths.json"
-    fit_lengths.main(["--data", str(tmp_path), "--out", str(out)])
-    laws = json.loads(out.read_text())["traces"]
-    assert set(laws) == set(fit_lengths.TRACES)
-    law = laws["azure"]
-    for other in laws.values():
-        assert law["prompt_tokens"]["quantiles"] == other["prompt_tokens"]["quantiles"]
-    assert law["requests"] == 5_000 and law["correlation_of_logarithms"] < -0.5
-    assert law["prompt_tokens"]["quantiles"] == pytest.approx(np.linspace(1, 2000, 21), abs=40)
-    assert law["prompt_tokens"]["share_above_cap"] == pytest.approx(976 / 2000, abs=0.02)
-    for kind in ("prompt_tokens", "output_tokens"):
-        for error in law[kind]["fit_error"].values():
-            # A cut inside an interval of 5 % bends the law there.
-            assert error["kolmogorov_smirnov"] < 0.05
-            assert abs(error["relative_error_of_mean"]) < 0.02
+def test_the_fit_recovers_a_known_law_and_tells_its_error():
+    lengths = np.random.default_rng(0).integers(1, 2001, 5_000)  # quantile q is 2,000 q
+    law = fit_lengths.fit(lengths, 1024)
+    assert law["quantiles"] == pytest.approx(np.linspace(1, 2000, 21), abs=40)
+    assert law["share_above_cap"] == pytest.approx(976 / 2000, abs=0.02)
+    for error in law["fit_error"].values():
+        # A cut inside an interval of 5 % bends the law there.
+        assert error["kolmogorov_smirnov"] < 0.05
+        assert abs(error["relative_error_of_mean"]) < 0.02
 
 
 @pytest.mark.slow
-def test_the_shipped_law_is_that_of_the_trace(measured):
-    shipped = fitted_lengths()["traces"]["azure"]
-    assert shipped["requests"] == 19_366
-    assert [length_quantiles("azure", k)[10] for k in shipped if "tokens" in k] == [1020, 129]
-    for kind, cap in fit_lengths.CAPS["azure"].items():
-        assert shipped[kind]["fit_error"][f"cut_at_{cap}"]["kolmogorov_smirnov"] < 0.04
-    path = measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
-    lengths = fit_lengths.read_lengths(path)
-    assert fit_lengths.fit(lengths["prompt_tokens"], 1024) == shipped["prompt_tokens"]
-    assert fit_lengths.fit(lengths["output_tokens"], 400) == shipped["output_tokens"]
-
-
-@pytest.mark.slow
-def test_sharegpt_has_the_published_lengths(measured):
-    shipped = fitted_lengths()["traces"]["sharegpt"]
-    lengths = fit_lengths.read_lengths(measured("helix", "shared_gpt_lengths.csv"))
-    assert shipped["requests"] == len(lengths["prompt_tokens"]) == 82_814
+@pytest.mark.parametrize("name, requests", [("azure", 19_366), ("sharegpt", 82_814)])
+def test_the_shipped_law_is_that_of_the_trace(measured, name, requests):
+    shipped = read_fitted("lengths.json")["traces"][name]
+    lengths = fit_lengths.read_lengths(measured(*fit_lengths.TRACES[name][0].split("/")))
     for kind, values in lengths.items():
-        assert fit_lengths.fit(values, 2048) == shipped[kind]
+        assert len(values) == shipped["requests"] == requests
+        assert fit_lengths.fit(values, fit_lengths.CAPS[name][kind]) == shipped[kind]
 
 
 def test_draws_follow_the_quantiles_and_the_cap():

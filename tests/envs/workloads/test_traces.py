@@ -49,6 +49,12 @@ def write(tmp_path, text, name="trace.csv"):
         ),
         ("Arrival_Time,input_tokens,output_tokens\n1.5,472,18\n2.5,10,2\n", "csv", [0, 1]),
         ("timestamp_ms,input_tokens,output_tokens\n1500,472,18\n2500,10,2\n", "csv", [0, 1]),
+        ("\ufefftime\n0\n1\n1\n", "csv", [0, 1, 1]),  # a byte order mark
+        (
+            "timestamp\n2024-01-01T01:00:00.5+01:00\n2024-01-01T00:00:01Z\n2024-01-01 00:00:02\n",
+            "csv",
+            [0, 0.5, 1.5],
+        ),
         (
             '{"arrived_at": 1, "prompt_tokens": 472, "output_tokens": 18}\n\n'
             '{"arrived_at": 3, "prompt_tokens": 10, "output_tokens": 2}\n',
@@ -66,47 +72,33 @@ def test_formats_are_detected_and_read(tmp_path, text, fmt, times):
         assert trace.timestamps_s.dtype == np.float64
 
 
-def test_a_byte_order_mark_is_ignored(tmp_path):
-    path = tmp_path / "t.csv"
-    path.write_text("\ufefftime\n0\n1\n1\n", encoding="utf-8")
-    assert load_trace(path).timestamps_s.tolist() == [0, 1, 1]
-
-
-def test_dates_with_zones(tmp_path):
-    text = "timestamp\n2024-01-01T01:00:00.5+01:00\n2024-01-01T00:00:01Z\n2024-01-01 00:00:02\n"
-    assert load_trace(write(tmp_path, text)).timestamps_s.tolist() == [0, 0.5, 1.5]
-
-
 ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "fmt", "where", "words"),
+    ("text", "where", "words"),
     [
-        (BURST, None, "", "no requests"),
-        ("a,b\n1,2\n", None, ":1: field 'arrival_s'", "name it one of arrival_s, timestamp"),
-        (BURST + "5,m,1,1,2,L\nnan,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "not finite"),
-        (BURST + "5,m,1,1,2,L\n4,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "earlier"),
-        (ROW.replace(', "hash_ids": [1]', ""), None, ": field 'timestamp'", "name it timestamp_ms"),
-        (AZURE + "2023-11-16 18.17,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
-        (AZURE + "5,1,2\n", None, ":2: field 'TIMESTAMP'", "is a number, where a date"),
-        ("time,Time\n1,2\n", None, ":1: field 'Time'", "is there as 'time', too"),
-        ('[{"timestamp": 0}]\n', None, ":1", "is a JSON array; write one JSON object on each line"),
-        (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "given twice"),
-        ("timestamp\n1700000000000\n", None, ":2: field 'timestamp'", "not even since 1970"),
+        (BURST, "", "no requests"),
+        ("a,b\n1,2\n", ":1: field 'arrival_s'", "name it one of arrival_s, timestamp"),
+        (BURST + "5,m,1,1,2,L\nnan,m,1,1,2,L\n", ":3: field 'Timestamp'", "not finite"),
+        (BURST + "5,m,1,1,2,L\n4,m,1,1,2,L\n", ":3: field 'Timestamp'", "earlier"),
+        (ROW.replace(', "hash_ids": [1]', ""), ": field 'timestamp'", "name it timestamp_ms"),
+        (AZURE + "2023-11-16 18.17,1,2\n", ":2: field 'TIMESTAMP'", "not a time"),
+        ("time,Time\n1,2\n", ":1: field 'Time'", "is there as 'time', too"),
+        ('[{"timestamp": 0}]\n', ":1", "is a JSON array; write one JSON object on each line"),
+        ("timestamp\n1700000000000\n", ":2: field 'timestamp'", "not even since 1970"),
         (
             ROW + ROW.replace(": 1,", ": 1.25,"),
-            None,
             ":2: field 'timestamp'",
             "name it timestamp_ms or timestamp_s",
         ),
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", None, ":1", "git lfs pull"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ":1", "git lfs pull"),
     ],
 )
-def test_malformed_files_are_refused_with_place_and_field(tmp_path, text, fmt, where, words):
+def test_malformed_files_are_refused_with_place_and_field(tmp_path, text, where, words):
     path = write(tmp_path, text)
     with pytest.raises(MalformedFileError) as caught:
-        load_trace(path, fmt)
+        load_trace(path)
     message = str(caught.value)
     assert message.startswith(f"{path}{where}"), message
     assert words in message
@@ -120,36 +112,34 @@ def columns_of(path, kinds=FIELDS):
     return [values.tolist() for values in read_requests(path, lambda _: kinds).columns.values()]
 
 
-ONE = {"prompt_tokens": 600, "output_tokens": 7, "hash_ids": [1, 2], "score_a": 0.5}
-NAMED = {  # a row of each format, and when it came
-    "own": ({"arrival_s": 1.5, **ONE}, 1.5),
-    "ms": ({"timestamp_ms": 1500, **ONE}, 1.5),
-    "mooncake": ({"timestamp": 1500, "input_length": 600, "output_length": 7, **ONE}, 1.5),
-    "measured": ({"sent_s": 1.5, "input_toks": 600, "output_toks": 7, **ONE}, 1.5),
+ONE = {"hash_ids": [1, 2], "score_a": 0.5}
+NAMED = {  # a row of each format, which came after 1.5 s
+    "own": {"arrival_s": 1.5, "prompt_tokens": 600, "output_tokens": 7},
+    "ms": {"timestamp_ms": 1500, "prompt_tokens": 600, "output_tokens": 7},
+    "mooncake": {"timestamp": 1500, "input_length": 600, "output_length": 7},
+    "measured": {"sent_s": 1.5, "input_toks": 600, "output_toks": 7},
 }
-for row, _ in list(NAMED.values())[2:]:
-    del row["prompt_tokens"], row["output_tokens"]
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_what_one_reader_takes_all_take(tmp_path, name):
-    row, at = NAMED[name]
-    path = write(tmp_path, json.dumps(row) + "\n" + json.dumps(row) + "\n", "rows.jsonl")
+    row = json.dumps(NAMED[name] | ONE)
+    path = write(tmp_path, f"{row}\n{row}\n", "rows.jsonl")
     assert load_trace(path).timestamps_s.tolist() == [0, 0]
-    assert columns_of(path) == [[at, at], [600, 600], [7, 7]]
+    assert columns_of(path) == [[1.5, 1.5], [600, 600], [7, 7]]
     requests = load_requests(path)
-    assert requests.arrival_s.tolist() == [at, at]
+    assert requests.arrival_s.tolist() == [1.5, 1.5]
     assert requests.catalog.output_tokens.tolist() == [[7], [7]]
     trace = load_prefix_trace(path)
     assert trace.prompt_tokens.tolist() == [600, 600]
     assert trace.shared_tokens.tolist() == [0, 600]
-    less = {"timestamp_ms" if k == "timestamp" else k: v for k, v in row.items()}
-    del less["score_a"], less["hash_ids"]
-    path = write(tmp_path, json.dumps(less) + "\n" + json.dumps(less) + "\n", "less.jsonl")
-    assert load_prefix_trace(path).shared_tokens.tolist() == [0, 0]  # nothing says that they share
-    with pytest.raises(MalformedFileError) as caught:
+
+
+def test_requests_that_nothing_relates_share_nothing(tmp_path):
+    path = write(tmp_path, 2 * (json.dumps(NAMED["own"]) + "\n"), "less.jsonl")
+    assert load_prefix_trace(path).shared_tokens.tolist() == [0, 0]
+    with pytest.raises(MalformedFileError, match="field 'score_NAME'"):
         load_requests(path)
-    assert caught.value.field == "score_NAME"
 
 
 def test_tables_as_published_are_requests(tmp_path):
