@@ -1,15 +1,12 @@
 """Run a sweep file on this machine: Optuna chooses, every run is a process of the agent.
 
-The files are those that ``wandb sweep`` takes. ``bayes`` is Optuna's tree-structured Parzen
-estimator, ``random`` and ``grid`` are as in wandb, and early termination its hyperband pruner. A
-run's value is the best evaluation of its log, since the agent saves that checkpoint. A sweep can
-be stopped at any time and resumed: finished runs stay, unfinished ones are run again with the same
-arguments.
+``bayes`` is Optuna's tree-structured Parzen estimator, and early termination its hyperband pruner.
+A run's value is the best evaluation of its log, since the agent saves that checkpoint. A stopped
+sweep goes on: unfinished runs are run again with the same arguments.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shlex
@@ -24,12 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
@@ -38,14 +29,11 @@ from servegym._command_line import interrupt_on_signals
 from servegym._files import locked, naming
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.papers.plotting import Lines, as_png
 from servegym.experiments.runs import read_metrics
-from servegym.experiments.sweeps.spec import Parameter, Sweep
+from servegym.experiments.sweeps.spec import Sweep
 
 JOURNAL = "study.journal"
 POLL_S = 0.5
-MIN_FOR_IMPORTANCE = 4
-"""Complete runs that the importances of the parameters need."""
 MAX_FAILURES = 3
 """Failed runs after which a sweep without any good run ends."""
 
@@ -62,14 +50,14 @@ def run_sweep(
 
     Args:
         sweep: The sweep.
-        trials: Finished runs in the end, earlier ones included; a grid ends when it is complete.
+        trials: Finished runs in the end, earlier ones included.
         workers: Runs at a time, each a process with one thread.
         out: Folder of the sweep; ``sweeps/NAME`` by default.
         seed: Seed of the choice of parameters.
         fixed: Arguments of the agent that take precedence over the file's.
 
     Returns:
-        The folder: ``trials.csv``, ``importance.csv``, ``sweep.png``, ``runs/``.
+        The folder: ``trials.csv``, ``runs/``.
 
     Raises:
         ValueError: If an argument is out of range, another process runs the sweep, or its folder
@@ -78,7 +66,6 @@ def run_sweep(
     """
     whole("trials", trials, 1)
     whole("workers", workers, 1)
-    trials = min(trials, sweep.run_cap or trials)
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder), interrupt_on_signals():
@@ -160,23 +147,11 @@ def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
     settings: dict[str, Any] = {"storage": storage, "sampler": sampler, "pruner": pruner}
     settings["direction"] = "maximize" if sweep.maximize else "minimize"
     study = optuna.create_study(study_name="sweep", load_if_exists=True, **settings)
-    if sweep.method == "grid" and not study.trials:
-        names = list(sweep.searched)
-        for point in itertools.product(*(sweep.searched[name].values for name in names)):
-            study.enqueue_trial(dict(zip(names, point, strict=True)))
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
         if set(trial.params) == set(sweep.searched):
             study.enqueue_trial(trial.params)
     return study
-
-
-def _distribution(parameter: Parameter) -> BaseDistribution:
-    if parameter.values:
-        return CategoricalDistribution(parameter.values)
-    if parameter.whole:
-        return IntDistribution(int(parameter.low), int(parameter.high))
-    return FloatDistribution(float(parameter.low), float(parameter.high), log=parameter.log)
 
 
 class _Runs:
@@ -201,11 +176,7 @@ class _Runs:
         with self.lock:
             if self.stop.is_set() or self.finished() + self.running >= self.trials:
                 return None
-            waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-            if self.sweep.method == "grid" and not waiting:
-                return None
-            searched = self.sweep.searched.items()
-            trial = self.study.ask({name: _distribution(one) for name, one in searched})
+            trial = self.study.ask(dict(self.sweep.searched))
             self.running += 1
             return trial
 
@@ -291,7 +262,7 @@ class _Runs:
         return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
 
     def report(self, seed: int) -> None:
-        """Print the best runs, write the table, the importances and the plot."""
+        """Print the best runs and write the table."""
         rows, metric, folder = self.rows(), self.sweep.metric, self.folder
         command = shlex.join(["servegym", "sweep", str(self.sweep.path), "--out", str(folder)])
         settings = {"seed": seed, "fixed": self.fixed}
@@ -303,27 +274,7 @@ class _Runs:
             chosen = (short(row[name]) for name in names)
             shown.append([str(row["trial"]), row["state"], f"{row[metric]:.5g}", *chosen])
         print_table(f"Best runs of {len(rows)}", ["trial", "state", metric, *names], shown)
-        complete = [row for row in rows if row["state"] == "complete"]
-        files = ["trials.csv"]
-        varied = [name for name in names if len({row[name] for row in complete}) > 1]
-        if len(complete) >= MIN_FOR_IMPORTANCE and varied:
-            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-            importance = optuna.importance.get_param_importances(
-                self.study, evaluator=evaluator, params=varied
-            )
-            table = [{"parameter": k, "importance": round(v, 4)} for k, v in importance.items()]
-            write_csv(folder / "importance.csv", table)
-            files.append("importance.csv")
-        else:
-            least = f"{MIN_FOR_IMPORTANCE} are needed"
-            print(f"no importances from {len(complete)} complete runs; {least}")
-        if complete:
-            done = sorted((r for r in rows if r["state"] != "fail"), key=lambda r: r["trial"])
-            best = itertools.accumulate((row[metric] for row in done), self.best)
-            done = [row | {"best so far": value} for row, value in zip(done, best, strict=True)]
-            picture = Lines(x="trial", y=(metric, "best so far"))
-            write_text(folder / "sweep.png", as_png(picture(done)))
-        print(f"{folder}: {', '.join([*files, 'sweep.png'])}")
+        print(f"{folder}: trials.csv")
 
 
 def short(value: Any) -> str:
@@ -359,6 +310,6 @@ def run_process(command: list[str], log: Path, stop: Callable[[], bool]) -> int 
 
 def agent_command(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:
     """The agent's command line: as wandb writes it, but with no account and our folder."""
-    constants = {name: p.values[0] for name, p in sweep.parameters.items() if len(p.values) == 1}
-    arguments = {**constants, **chosen, "track": False, "out_dir": run.parent, "run_name": run.name}
+    arguments = {**sweep.constants, **chosen, "track": False}
+    arguments |= {"out_dir": run.parent, "run_name": run.name}
     return [sys.executable, "-m", sweep.module, *(f"--{k}={v}" for k, v in arguments.items())]
