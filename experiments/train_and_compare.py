@@ -3,21 +3,14 @@
 ``make train`` runs this, about three minutes of two cores. The agent `AGENT` learns in a process of
 its own; this one follows its log and measures the heuristics meanwhile: on the episodes of the
 learning curve, then on those of the evaluation split, which the last policy of the training plays
-in the end. A line tells every 10 s how far it is. The folder, a new one each time, is the run of
-the agent, which ``servegym evaluate``, ``plot`` and ``render`` take, and has besides
-
-- ``first_command.csv``, ``.json``: QoS of each policy at each rate, and what the trained one gains;
-- ``first_command_curve.csv``, ``.json``: QoS on validation episodes from random weights on, by
-  decisions and seconds of a core, and that of the heuristics; ``first_command.png`` shows both;
-- ``training.log``: what the training printed.
-
-Ctrl-C and SIGTERM are passed on to the training, which saves its policy.
+in the end. Ctrl-C and SIGTERM are passed on to the training, which saves its policy.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import shlex
 import shutil
 import signal
@@ -25,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,43 +94,22 @@ def play(policy: str, rate: float, episodes: int, quick: bool) -> Rows:
     return [{**row, "policy": TRAINED if trained else policy, "rate": rate} for row in rows]
 
 
-def end_training(child: subprocess.Popen[bytes], _: object, error: object, *__: object) -> None:
-    """End a training by the signal that ended this program, and wait until its policy is saved."""
-    stopped = isinstance(error, KeyboardInterrupt) and error.args
-    child.send_signal(stopped[0] if stopped else signal.SIGTERM)  # does nothing if it has ended
-    try:
-        child.wait(SAVES_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
-class Progress:
-    """Prints what the training and the heuristics have reached, a line every `EVERY_S` seconds."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.begin, self.printed = steps, time.perf_counter(), -EVERY_S
-
-    def show(self, metrics: Rows, heuristics: Rows, to_come: int) -> None:
-        """Print a line if it is time; ``to_come`` measurements are left."""
-        seconds = time.perf_counter() - self.begin
-        if seconds - self.printed < EVERY_S:
-            return
-        self.printed = seconds
-        text = f"{seconds:.0f} s"
-        if metrics:
-            text += f", {metrics[-1]['global_step']:,} of {self.steps:,} decisions"
-        qos = [row["avg_qos"] for row in learning_curve(metrics)]
-        if qos:
-            text += f"; QoS {qos[-1]:.3f}, at first {qos[0]:.3f}"
-        if heuristics:
-            best = max(heuristics, key=lambda row: row["avg_qos"])
-            text += f"; best heuristic {best['policy']} {best['avg_qos']:.3f}"
-        print(f"{text}; {to_come} left to measure", flush=True)
+def progress(metrics: Rows, heuristics: Rows, steps: int, to_come: int) -> str:
+    """What the training and the heuristics have reached; ``to_come`` measurements are left."""
+    text = ""
+    if metrics:
+        text += f", {metrics[-1]['global_step']:,} of {steps:,} decisions"
+    qos = [row["avg_qos"] for row in learning_curve(metrics)]
+    if qos:
+        text += f"; QoS {qos[-1]:.3f}, at first {qos[0]:.3f}"
+    if heuristics:
+        best = max(heuristics, key=lambda row: row["avg_qos"])
+        text += f"; best heuristic {best['policy']} {best['avg_qos']:.3f}"
+    return f"{text}; {to_come} left to measure"
 
 
 def measure(
-    command: list[str], progress: Progress, run: Path, episodes: int, quick: bool
+    command: list[str], steps: int, run: Path, episodes: int, quick: bool
 ) -> tuple[Rows, Rows]:
     """Train, measure the heuristics meanwhile, then compare: rows of the curve and of `play`.
 
@@ -155,27 +126,41 @@ def measure(
     jobs += [(compared, partial(play, name, r, *how)) for name in names for r in RATES]
     after = [(compared, partial(play, trained, r, *how)) for r in RATES]
     log, metrics = run / "training.log", []
-    with ExitStack() as stack:
-        output = stack.enter_context(log.open("wb"))
+    begin, printed = time.perf_counter(), -EVERY_S
+    with log.open("wb") as output:
         # A group of its own: a terminal's Ctrl-C comes once, from here.
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
         )
-        stack.push(partial(end_training, child))
+    number = signal.SIGTERM
+    try:
         while jobs or after:
             ended = child.poll() is not None
             metrics = read_metrics(run)
             if child.returncode:
                 tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 raise RuntimeError(f"{shlex.join(command)} failed: {tail}")
-            progress.show(metrics, lines, len(jobs) + len(after))
+            if (seconds := time.perf_counter() - begin) - printed >= EVERY_S:
+                text = progress(metrics, lines, steps, len(jobs) + len(after))
+                print(f"{seconds:.0f} s{text}", flush=True)
+                printed = seconds
             if not jobs and not ended:
                 time.sleep(0.5)
                 continue
             rows, job = (jobs or after).pop(0)
             rows += job()
-    progress.printed = -EVERY_S  # the last line is due
-    progress.show(metrics, lines, 0)
+    except KeyboardInterrupt as stopped:
+        number = stopped.args[0]
+        raise
+    finally:
+        child.send_signal(number)  # does nothing if it has ended
+        try:
+            child.wait(SAVES_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    seconds = time.perf_counter() - begin
+    print(f"{seconds:.0f} s{progress(metrics, lines, steps, 0)}", flush=True)
     return learning_curve(metrics) + lines, compared
 
 
@@ -227,16 +212,14 @@ def findings(table: Rows, curve: Rows) -> Rows:
     points = [row for row in curve if row["policy"] == TRAINED]
     for row in [row for row in curve if row["policy"] in NAMED]:
         at = next((k for k, p in enumerate(points) if p["avg_qos"] >= row["avg_qos"]), None)
-        about: dict[str, Any] = {"policy": row["policy"], "decisions": None, "cpu_s": None}
-        when = "never"
-        if at is not None:
-            ends = points[max(at - 1, 0)], points[at]
-            about |= {key: [one[key] for one in ends] for key in ("decisions", "cpu_s")}
-            when = "between {:,} and {:,} decisions".format(*about["decisions"])
-            when += " ({:.1f} to {:.1f} CPU s)".format(*about["cpu_s"])
-            when = when if at else "from the first evaluation on"
+        when = "never" if at is None else "from the first evaluation on"
+        if at:
+            (first, begin), (last, end) = (
+                (p["decisions"], p["cpu_s"]) for p in points[at - 1 : at + 1]
+            )
+            when = f"between {first:,} and {last:,} decisions ({begin:.1f} to {end:.1f} CPU s)"
         text = f"curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
-        notes.append(note(text, **about))
+        notes.append(note(text, policy=row["policy"]))
     return notes
 
 
@@ -301,21 +284,16 @@ def take_folder(out: Path | None, name: str) -> Path:
     """The folder of this run: ``out``, or the first of runs/NAME, runs/NAME_2, ... that is free.
 
     Raises:
-        ValueError: If ``out`` has a training or a comparison already.
+        ValueError: If ``out`` is not empty.
         OSError: If the folder cannot be made.
     """
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        names = ("metrics.jsonl", "*.safetensors", f"{TABLE}*")
-        for file in [one for name in names for one in out.glob(name)]:
-            raise ValueError(f"--out {out} holds a run already ({file.name}); name another folder")
-        return out
-    folder, number = Path("runs", name), 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs", f"{name}_{number}")
-    folder.mkdir(parents=True)
-    return folder
+    if out is None:
+        numbered = (f"{name}_{k}" if k > 1 else name for k in itertools.count(1))
+        out = next(folder for one in numbered if not (folder := Path("runs", one)).exists())
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty; name another folder")
+    return out
 
 
 def announce(steps: int, out: Path) -> None:
@@ -342,14 +320,13 @@ def say_what_is_next(out: Path, seconds: float) -> None:
     print(f"  servegym render --policy {folder}")
 
 
-def say_what_is_left(out: Path) -> None:
-    """Say after a signal what the folder has."""
+def what_is_left(out: Path) -> str:
+    """What the folder has after a signal."""
     policy = out / "last.safetensors"
     if not policy.exists():
-        print(f"interrupted: {out} has no policy yet")
-    else:
-        words = ["servegym", "evaluate", ENV_ID, "--policy", str(policy), "--set", "rate=8"]
-        print(f"interrupted: the policy so far is {policy}, play it with: {shlex.join(words)}")
+        return f"{out} has no policy yet"
+    words = ["servegym", "evaluate", ENV_ID, "--policy", str(policy), "--set", "rate=8"]
+    return f"the policy so far is {policy}, play it with: {shlex.join(words)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -370,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             train_and_compare(args, words)
         except KeyboardInterrupt as signalled:
-            say_what_is_left(args.out)
+            print(f"interrupted: {what_is_left(args.out)}")
             return 128 + signalled.args[0]
     return 0
 
@@ -383,10 +360,10 @@ def train_and_compare(args: argparse.Namespace, words: Sequence[str]) -> None:
     this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
     settings = {"seed": args.seed, "steps": args.steps}
     origin = provenance(this, args.quick, packages=("torch",), settings=settings)
-    progress = Progress(args.steps)
+    begin = time.perf_counter()
     episodes = min(args.episodes, 3) if args.quick else args.episodes
     command = training_command(args.steps, args.seed, args.out)
-    curve, rows = measure(command, progress, args.out, episodes, args.quick)
+    curve, rows = measure(command, args.steps, args.out, episodes, args.quick)
     table = summarise_comparison(rows)
     notes = findings(table, curve)
     ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
@@ -394,7 +371,7 @@ def train_and_compare(args: argparse.Namespace, words: Sequence[str]) -> None:
     write_result(args.out / TABLE, table, origin, notes)
     write_result(args.out / CURVE, curve, origin)
     write_text(args.out / f"{TABLE}.png", plot(curve, table))
-    say_what_is_next(args.out, time.perf_counter() - progress.begin)
+    say_what_is_next(args.out, time.perf_counter() - begin)
 
 
 if __name__ == "__main__":
