@@ -1,17 +1,10 @@
 """The standard evaluation of every environment family: all policies at the same few points.
 
-``servegym leaderboard`` prints the saved results; ``--run`` makes or completes them, and
-``--policy NAME_OR_FILE`` adds another policy. A policy is evaluated on the eval split with the
-evaluator's own seeds, so that all rows are about the same episodes; a guest, whose author knows
-those, gets seeds that nobody knew before, and so does the baseline that ``--at-least NAME``
-compares it with. They differ from point to point, and ``--seed`` repeats them all. Every table says
-what it holds fixed. ``--quick`` is for presubmits: fewer and shorter episodes, cheap baselines
-only, nothing saved.
-
-With ``--at-least NAME`` 64 episodes are played, and a new policy is "not below" NAME at a point
-where `servegym.experiments.evaluation.stats.noninferiority` passes the paired differences in the
-headline number with a margin of 2 % of NAME's mean; ``--rare SHARE`` plays as many episodes as show
-a loss in that share of them. The exit status is 1 where it is below, 3
+A policy is evaluated on the eval split with the evaluator's own seeds, so that all rows are about
+the same episodes; a guest, whose author knows those, gets seeds that nobody knew before, and so
+does the baseline that ``--at-least NAME`` compares it with. With it `ENOUGH` episodes are played,
+and a guest is "not below" NAME at a point where `noninferiority` passes the paired differences in
+the headline number with a margin of 2 % of NAME's mean. The exit status is 1 where it is below, 3
 where that is not told.
 """
 
@@ -37,6 +30,7 @@ from servegym.agents.lib.parallel import SERIAL, Executor, Workers
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import Family, family_named
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.guest import APART, Guests
@@ -44,7 +38,7 @@ from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
-from servegym.experiments.evaluation.stats import enough_for, noninferiority, unseen_losses
+from servegym.experiments.evaluation.stats import ENOUGH, noninferiority, unseen_losses
 
 BOARD = Path("experiments/results/leaderboard.csv")
 SHIPPED_BOARD = Path(__file__).parents[1] / "results" / "leaderboard.csv"
@@ -210,26 +204,20 @@ def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str,
     return sorted(rows, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
 
 
-def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
-    low, high = row["low"], row["high"]
-    policy, kind = row["policy"], row["kind"]
-    plain = kind in ("baseline", "checkpoint")
-    cells = [policy, kind] if every else [policy if plain else f"{policy} ({kind})"]
-    cells.append(f"{row['value']:.3f} [{low:.3f}, {high:.3f}]")
-    for column in report_of(point.family).shown(every):
-        cells.append(column.text(row.get(column.key, math.nan)))
-    if not every:
-        return cells
-    seeds = f"{row['seed']}..{row['seed'] + row['episodes'] - 1}" if "seed" in row else ""
-    return [*cells, str(row["episodes"]), seeds or "not recorded"]
-
-
-def _headings(point: Point, every: bool) -> list[str]:
-    report = report_of(point.family)
-    columns = [column.title for column in report.shown(every)]
+def _cells(row: Mapping[str, Any], point: Point, every: bool) -> dict[str, str]:
+    """A row of a printed table, by its headings."""
+    report, policy, kind = report_of(point.family), row["policy"], row["kind"]
+    plain = every or kind in ("baseline", "checkpoint")
+    cells = {"policy": policy if plain else f"{policy} ({kind})"}
     if every:
-        return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
-    return ["policy", report.heading, *columns]
+        cells["kind"] = kind
+    cells[report.heading] = f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+    for column in report.shown(every):
+        cells[column.title] = column.text(row.get(column.key, math.nan))
+    if every:
+        seeds = f"{row['seed']}..{row['seed'] + row['episodes'] - 1}" if "seed" in row else ""
+        cells |= {"episodes": str(row["episodes"]), "seeds": seeds or "not recorded"}
+    return cells
 
 
 def _settings(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -269,16 +257,16 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
         best_first = ranked(rows, point)
         if not best_first:
             continue
-        headings = ["", *_headings(point, every=False)[:2]]
         plain = {"random", report_of(point.family).naive_policy}
         shown = [
-            [str(rank), *_cells(row, point, every=False)[:2]]
+            {"": str(rank), **_cells(row, point, every=False)}
             for rank, row in enumerate(best_first, 1)
             if rank <= best or row["policy"] in plain
         ]
+        headings = list(shown[0])[:3]
         lines += [f"## {point.name}", "", f"`{point.family.env_id}`. {_settings(best_first)}", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
+        lines += ["| " + " | ".join([cells[k] for k in headings]) + " |" for cells in shown] + [""]
     return "\n".join(lines)
 
 
@@ -290,12 +278,11 @@ def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bo
             cells = [_cells(row, point, every) for row in best_first]
             arguments = ", ".join(f"{k}={v}" for k, v in point.env_kwargs.items())
             title = f"{point.name}: {point.family.env_id}, {arguments or 'default arguments'}"
-            print_table(title, _headings(point, every), cells, notes)
+            print_table(title, list(cells[0]), [list(line.values()) for line in cells], notes)
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="servegym leaderboard", description=description)
+    parser = command_parser("leaderboard")
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = parser.add_argument
     add("--run", action="store_true", help="evaluate what has no row yet")
@@ -308,8 +295,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "only these: names, checkpoints, .py files with act(), or .zip files that SB3 saved"
     add("--policy", default=[], metavar="NAME_OR_FILE", help=text, **several)
     add("--at-least", metavar="NAME", help="a baseline that guests must not be below")
-    text = "with --at-least: share of episodes in which a loss has to show (.046, of 64 episodes)"
-    add("--rare", type=float, metavar="SHARE", help=text)
     text = f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)"
     add("--seed", type=int, help=text)
     add("--in-process", action="store_true", help="trust policy files: no process of their own")
@@ -376,8 +361,7 @@ def main(argv: Sequence[str]) -> int:
     _print(measured if args.quick else table.rows or saved, points, args.all)
     if not args.at_least:
         return 0
-    compared = compare_guests(measured, points, args.at_least, on_board, args.rare)
-    return _print_comparison(compared, args)
+    return _print_comparison(compare_guests(measured, points, args.at_least, on_board), args)
 
 
 def _measured(
@@ -441,8 +425,6 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
                 f"policy names {', '.join(named)}, which no one family knows all of; "
                 "compare them family by family"
             )
-    if args.rare is not None and not args.at_least:
-        raise ValueError("rare needs --at-least: what is compared on so many episodes")
     if args.at_least:
         for point in points:
             choose("at-least", args.at_least, policies_for(point))
@@ -475,7 +457,7 @@ def _missing_jobs(
         if not chosen and (args.quick or not args.policy):
             chosen = policies_for(point, args.quick)
         episodes = QUICK_EPISODES if args.quick else point.episodes
-        point = point._replace(episodes=enough_for(args.rare) if args.at_least else episodes)
+        point = point._replace(episodes=ENOUGH if args.at_least else episodes)
         played = [point]
         if args.at_least and point.family is _ROUTING:
             played.append(_unseen(point, root))
@@ -513,13 +495,11 @@ def compare_guests(
     points: Sequence[Point],
     at_least: str,
     saved: Sequence[Mapping[str, Any]] = (),
-    rare: float | None = None,
 ) -> list[dict[str, Any]]:
     """Every guest against the baseline ``at_least``, point by point.
 
     ``rows`` are those of `measure`, at a routing point also with prompts that the guest cannot
-    have; ``saved`` those of the leaderboard, for the best of the clairvoyant policies; ``rare``
-    that of `noninferiority`.
+    have; ``saved`` those of the leaderboard, for the best of the clairvoyant policies.
 
     Returns:
         ``point``, ``policy``, ``episodes`` of both, ``gain`` (the mean of the guest's differences
@@ -538,7 +518,7 @@ def compare_guests(
                 pairs = zip(row["scores"], by_name[at_least]["scores"], strict=False)
                 scores, baseline = np.array(list(pairs)).T
                 gains = scores - baseline if higher else baseline - scores
-                gain, verdict = noninferiority(gains / (abs(baseline.mean()) or 1.0), MARGIN, rare)
+                gain, verdict = noninferiority(gains / (abs(baseline.mean()) or 1.0), MARGIN)
                 reached = best is not None and (
                     row["value"] >= best["low"] if higher else row["value"] <= best["high"]
                 )

@@ -20,7 +20,6 @@ __all__ = [
     "read_rows",
     "write_csv",
     "write_json",
-    "write_rows",
     "write_text",
 ]
 
@@ -101,12 +100,6 @@ def read_rows(
         return cell
 
     return [{k: value(k, cell) for k, cell in row.items()} for _, row in csv_rows(path)]
-
-
-def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write row dicts as ``.json`` (a list of objects) or ``.csv``, by the file's ending."""
-    target = check_writable(path, (".json", ".csv"))
-    (write_json if target.suffix.lower() == ".json" else write_csv)(target, list(rows))
 
 
 def print_table(

@@ -1,19 +1,10 @@
 """Tune what a router is set by: a gateway's file on a fleet and a trace, or a rule's parameters.
 
-``servegym tune epp.yaml --trace requests.jsonl --cards h100,a100,l40s,l40s --model llama-3.1-8b``
-finds the knee of the fleet on the trace, the highest rate at which the best of the file, defaults
-and two rules that know the cards keeps 95 % of what it keeps idle, and searches the numbers of the
-file at rates below, at and above it. `Search` is Optuna's NSGA-II with successive halving:
-candidates play the same episodes side by side, and the best third of them further ones. The
-finalists and the file as it was are compared on another part of the trace, numbers that give
-nothing go back, and what is left is judged on a third part: at the rates of the search and 15 %
-below and above them, beside published rules, on the profiles as they are and in worlds drawn from
-their errors. All requests after the warm-up count; beyond the knee queues grow with the length of
-an episode, and so does what is lost.
-
-Without a file each gateway begins with its default. The name of a rule of LLM routing in its place,
-``servegym tune expected_qos --set rate=8``, searches that rule's parameters on validation prompts;
-with ``--set fleet=random`` over drawn fleets, whose ``--rates`` are in what each serves within L.
+`Search` is Optuna's NSGA-II with successive halving: candidates play the same episodes side by
+side, and the best third of them further ones, at rates around the knee. The finalists and the file
+as it was are compared on another part of the trace, numbers that give nothing go back, and what is
+left is judged on a third part: beside published rules, on the profiles as they are and in worlds
+drawn from their errors.
 """
 
 from __future__ import annotations
@@ -43,6 +34,7 @@ from servegym._command_line import interrupt_on_signals
 from servegym.agents.lib.parallel import Executor, Workers
 from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
 from servegym.baselines.prefix_routing.plugins import GATEWAYS
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_csv, write_json, write_text
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
@@ -269,7 +261,8 @@ def tune(
     own: Any = targets[0].arguments.get("rate")
     gateways = [target for target in targets if isinstance(target, GatewayTarget)]
     if rates is None and gateways:
-        at = knee(gateways, player, float(np.mean(own or _usual_rate(gateways[0]))))
+        usual = gateways[0].problem(1.0, "train").arguments["rate"]
+        at = knee(gateways, player, float(np.mean(own or usual)))
         rates = [float(f"{at * load:.3g}") for load in LOADS]
         print(f"knee: {at:g} requests/s", flush=True)
     usual = 1.0 if targets[0].arguments.get("fleet") == "random" else 5.0
@@ -279,9 +272,10 @@ def tune(
     for target in targets:
         search, last = Search(target, rates, player, folder, seed), -math.inf
         for spent, candidates, best in search.generations(each):
-            last = _show(
-                target.name, spent, each, f"{candidates} candidates, best {best:.4f}", last
-            )
+            if spent >= min(last + 10.0, each):
+                last, done = spent, f"{min(spent, each):3.0f} of {each:.0f} s"
+                text = f"{target.name}: {done}, {candidates} candidates, best {best:.4f}"
+                print(text, file=sys.stderr, flush=True)
         finalists = [setting for _, setting in search.best(FINALISTS)]
         found[target.name] = target, chosen(target, finalists, rates, player)
     shown = {}
@@ -315,31 +309,14 @@ def tune(
     return result
 
 
-def _usual_rate(target: GatewayTarget) -> Any:
-    return target.problem(1.0, "train").arguments["rate"]
-
-
 def words_of(gain: Interval) -> str:
     """A verdict on a file by what the best found gains over it."""
-    text = f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+    text = _with_interval(gain)
     if gain.value < WORTH:
         return f"nothing to gain: yours is within {WORTH} of the best found ({text})"
     if gain.low <= 0.0:
         return f"keep yours: that the best found is above it ({text}) is not told"
     return f"the best found is {text} above yours"
-
-
-def _show(name: str, spent: float, budget: float, text: str, last: float) -> float:
-    """Print how far a search is, in a terminal as a bar; returns when that was, by its seconds."""
-    text = f"{name}: {min(spent, budget):3.0f} of {budget:.0f} s, {text}"
-    done = spent >= budget
-    if sys.stderr.isatty():
-        bar = "=" * min(int(30 * spent / budget), 30)
-        print(f"\r\033[K[{bar:<30}] {text}", end="\n" * done, file=sys.stderr, flush=True)
-    elif done or spent - last >= 10.0:
-        print(text, file=sys.stderr, flush=True)
-        return spent
-    return last
 
 
 def _with_interval(gain: Interval, digits: int = 3) -> str:
@@ -452,9 +429,7 @@ def _claim(folder: Path, asked: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Command line; see ``servegym tune --help``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym tune", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command_parser("tune")
     add = parser.add_argument
     text = (
         "EndpointPickerConfig, or flags of SGLang's, Dynamo's or AIBrix's router (each default); "

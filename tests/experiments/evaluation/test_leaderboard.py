@@ -118,7 +118,7 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
-    monkeypatch.setattr(leaderboard, "enough_for", lambda rare: 16)
+    monkeypatch.setattr(leaderboard, "ENOUGH", 16)
     quick = ["--in-process", "--quick", "--seed", "7", "--at-least"]
     assert main([*quick, "least_outstanding", "--policy", "mine.py"]) == 3  # too few to pass
     assert "mine is not told to be as good as least_outstanding (16 epi" in capsys.readouterr().out
@@ -258,25 +258,6 @@ def test_seeds_are_shown_after_the_guests_have_played(
         main(words)
     assert "drawn from --seed " in capsys.readouterr().out  # to play them again
     assert {"mine", "random"} == {row["policy"] for row in read_board(board)}
-
-
-def test_a_rare_loss_asks_for_more_episodes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = []
-
-    def measure(point: Point, *job: object) -> dict:
-        played.append(point.episodes)
-        raise PolicyError("played enough")
-
-    monkeypatch.setattr(leaderboard, "measure", measure)
-    words = ["--in-process", "--quick", "--policy", "mine.py", "--at-least", "random"]
-    for more in ([], ["--rare", "0.01"]):
-        with pytest.raises(PolicyError, match="enough"):
-            main([*words, *more])
-    assert played == [64, 299]
-    with pytest.raises(ValueError, match="rare=0.0001 must be"):
-        main([*words, "--rare", "0.0001"])
-    with pytest.raises(ValueError, match="rare needs --at-least"):
-        main([*words[:-2], "--rare", "0.01"])
 
 
 def test_names_are_checked_before_anything_runs(
