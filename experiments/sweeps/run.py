@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import optuna
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from servegym._checks import whole
 from servegym._command_line import interrupt_on_signals
@@ -34,8 +34,7 @@ from servegym.experiments.sweeps.spec import Sweep
 
 JOURNAL = "study.journal"
 POLL_S = 0.5
-MAX_FAILURES = 3
-"""Failed runs after which a sweep without any good run ends."""
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 def run_sweep(
@@ -46,11 +45,11 @@ def run_sweep(
     seed: int = 0,
     fixed: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Run or resume a sweep until it has ``trials`` finished runs.
+    """Run or resume a sweep until it has ``trials`` finished runs, or failed ones in their place.
 
     Args:
         sweep: The sweep.
-        trials: Finished runs in the end, earlier ones included.
+        trials: Runs in the end, earlier ones that finished included.
         workers: Runs at a time, each a process with one thread.
         out: Folder of the sweep; ``sweeps/NAME`` by default.
         seed: Seed of the choice of parameters.
@@ -62,28 +61,41 @@ def run_sweep(
     Raises:
         ValueError: If an argument is out of range, another process runs the sweep, or its folder
             holds another sweep.
-        RuntimeError: If every run fails, or the first one logs no such metric.
+        RuntimeError: If every run fails, or one logs no such metric.
     """
     whole("trials", trials, 1)
     whole("workers", workers, 1)
-    folder = out or Path("sweeps") / sweep.path.stem
+    folder, fixed = out or Path("sweeps") / sweep.path.stem, dict(fixed or {})
     folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder), interrupt_on_signals():
+    with lock(folder), interrupt_on_signals(), naming(folder / JOURNAL):
         mend_journal(folder / JOURNAL)
-        save_definition(folder, sweep, fixed or {})
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        runs = _Runs(sweep, folder, trials, seed, dict(fixed or {}))
+        save_definition(folder, sweep, fixed)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        study, stop = _study(sweep, folder, seed), threading.Event()
+        finished = len(study.get_trials(deepcopy=False, states=FINISHED))
+        places = iter(range(trials - finished))
+
+        def work() -> None:
+            for _ in places:
+                trial = study.ask(dict(sweep.searched))
+                state, best = _run(trial, sweep, folder, fixed, stop)
+                if stop.is_set():
+                    return  # left as running: the next process runs it again
+                study.tell(trial, best if state == TrialState.COMPLETE else None, state)
+                write_csv(folder / "trials.csv", _rows(study, sweep))
+                _tell(study.trials[trial.number], sweep)
+
         with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(runs.loop) for _ in range(workers)]
+            futures = [pool.submit(work) for _ in range(workers)]
             try:
                 for future in futures:
                     future.result()
             except BaseException:
-                runs.stop.set()
+                stop.set()
                 raise
-        runs.report(seed)
-        if runs.failed and not runs.finished():
-            raise RuntimeError(runs.lacks or f"every run failed; see {folder / 'runs'}")
+        _report(_rows(study, sweep), sweep, folder, {"seed": seed, "fixed": fixed})
+        if not study.get_trials(deepcopy=False, states=FINISHED):
+            raise RuntimeError(f"every run failed; see {folder / 'runs'}")
     return folder
 
 
@@ -123,30 +135,23 @@ def mend_journal(journal: Path) -> None:
 
 
 def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
-    """The study in a folder, with the runs first in its queue that a stopped process left."""
-    journal = folder / JOURNAL
-    backend: Any = JournalFileBackend(str(journal))
-    append = backend.append_logs
-
-    def append_logs(logs: list[dict[str, Any]]) -> None:
-        with naming(journal):
-            append(logs)
-
-    backend.append_logs = append_logs
-    storage = optuna.storages.JournalStorage(backend)
-    begun = optuna.study.get_all_study_names(storage)
-    done = len(optuna.load_study(study_name="sweep", storage=storage).trials) if begun else 0
+    """The study in a folder, with the runs first in its queue that a killed process left."""
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+    study = optuna.create_study(
+        study_name="sweep",
+        storage=storage,
+        load_if_exists=True,
+        direction="maximize" if sweep.maximize else "minimize",
+    )
     # A sampler begins anew with every process, so that its seed must not be the one of before.
-    sampler: Any = optuna.samplers.RandomSampler(seed=seed + done)
+    seed += len(study.trials)
+    study.sampler = optuna.samplers.RandomSampler(seed=seed)
     if sweep.method == "bayes":
-        sampler = optuna.samplers.TPESampler(seed=seed + done, multivariate=True)
-    pruner: Any = optuna.pruners.NopPruner()
+        study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
+    study.pruner = optuna.pruners.NopPruner()
     if sweep.min_iter:
         least, eta = sweep.min_iter, sweep.eta
-        pruner = optuna.pruners.HyperbandPruner(min_resource=least, reduction_factor=eta)
-    settings: dict[str, Any] = {"storage": storage, "sampler": sampler, "pruner": pruner}
-    settings["direction"] = "maximize" if sweep.maximize else "minimize"
-    study = optuna.create_study(study_name="sweep", load_if_exists=True, **settings)
+        study.pruner = optuna.pruners.HyperbandPruner(min_resource=least, reduction_factor=eta)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
         if set(trial.params) == set(sweep.searched):
@@ -154,127 +159,89 @@ def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
     return study
 
 
-class _Runs:
-    """The runs of a sweep, which worker threads share."""
+def _run(
+    trial: optuna.Trial,
+    sweep: Sweep,
+    folder: Path,
+    fixed: Mapping[str, Any],
+    stop: threading.Event,
+) -> tuple[TrialState, float]:
+    """A run to its end, its evaluations told to the pruner meanwhile; how it ended, its best one.
 
-    def __init__(
-        self, sweep: Sweep, folder: Path, trials: int, seed: int, fixed: dict[str, Any]
-    ) -> None:
-        self.sweep, self.folder, self.study = sweep, folder, _study(sweep, folder, seed)
-        self.trials, self.fixed = trials, fixed
-        self.best = max if sweep.maximize else min
-        self.lock, self.stop = threading.Lock(), threading.Event()
-        self.running, self.failed, self.lacks = 0, 0, ""
+    Raises:
+        RuntimeError: If it logs no such metric.
+    """
+    begin, run = time.monotonic(), folder / "runs" / f"trial_{trial.number:04d}"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    values: list[float] = []
 
-    def finished(self) -> int:
-        """How many runs count: complete ones and those stopped early."""
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        return len(self.study.get_trials(deepcopy=False, states=states))
+    def report_evaluations() -> bool:
+        """Report what is new in the log; whether the run is to end."""
+        prune = stop.is_set()
+        logged = [row.get(sweep.metric) for row in read_metrics(run)]
+        for value in [float(value) for value in logged if value is not None][len(values) :]:
+            values.append(value)
+            trial.report(value, len(values))
+            prune |= bool(sweep.min_iter and trial.should_prune())
+        return prune
 
-    def next_trial(self) -> optuna.Trial | None:
-        """The next run with its arguments, or None when there is no more to begin."""
-        with self.lock:
-            if self.stop.is_set() or self.finished() + self.running >= self.trials:
-                return None
-            trial = self.study.ask(dict(self.sweep.searched))
-            self.running += 1
-            return trial
+    command = agent_command(sweep, {**trial.params, **fixed}, run)
+    status = run_process(command, run / "output.log", report_evaluations)
+    if status is not None:
+        report_evaluations()  # those of the last moment; a run that has ended is not pruned
+    trial.set_user_attr("seconds", round(time.monotonic() - begin, 1))
+    trial.set_user_attr("evaluations", len(values))
+    if status:
+        return TrialState.FAIL, math.nan
+    if status == 0 and not values:
+        names = sorted({name for row in read_metrics(run) for name in row})
+        raise RuntimeError(
+            f"metric {sweep.metric!r} is not in the log of {run.name}; in it are: "
+            f"{', '.join(names) or 'nothing'}"
+        )
+    best = (max if sweep.maximize else min)(values, default=math.nan)
+    trial.set_user_attr("best", best)
+    return TrialState.PRUNED if status is None else TrialState.COMPLETE, best
 
-    def loop(self) -> None:
-        """Run trials one after another until there are enough."""
-        while (trial := self.next_trial()) is not None:
-            try:
-                self.run(trial)
-            finally:
-                with self.lock:
-                    self.running -= 1
 
-    def run(self, trial: optuna.Trial) -> None:
-        """One run: the agent's process, its evaluations to the pruner, its value to the study."""
-        begin = time.monotonic()
-        run = self.folder / "runs" / f"trial_{trial.number:04d}"
-        shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True)
-        values: list[float] = []
+def _tell(trial: FrozenTrial, sweep: Sweep) -> None:
+    """Print a line of a run that has ended."""
+    best, name = trial.user_attrs.get("best", math.nan), f"trial_{trial.number:04d}"
+    outcome = f"{sweep.metric} {best:.5g}"
+    if trial.state == TrialState.PRUNED:
+        outcome = f"stopped early at {best:.5g}"
+    elif trial.state == TrialState.FAIL:
+        outcome = "failed, see its output.log"
+    chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
+    print(f"{name}: {outcome} ({trial.user_attrs['seconds']:.0f} s; {chosen})", flush=True)
 
-        def report_evaluations() -> bool:
-            """Report what is new in the log; whether the run is to end."""
-            prune = self.stop.is_set()
-            logged = [row.get(self.sweep.metric) for row in read_metrics(run)]
-            new = [float(value) for value in logged if value is not None][len(values) :]
-            for value in new:
-                values.append(value)
-                with self.lock:
-                    trial.report(value, len(values))
-                    prune |= bool(self.sweep.min_iter and trial.should_prune())
-            return prune
 
-        command = agent_command(self.sweep, {**trial.params, **self.fixed}, run)
-        status = run_process(command, run / "output.log", report_evaluations)
-        if self.stop.is_set():
-            return  # left as running: the next process runs it again
-        if status is not None:
-            report_evaluations()  # those of the last moment; a run that has ended is not pruned
-        self.finish(trial, run, status, values, begin)
+def _rows(study: optuna.Study, sweep: Sweep) -> list[dict[str, Any]]:
+    """A row a run, the best first."""
+    rows, metric = [], sweep.metric
+    for trial in study.get_trials(deepcopy=False, states=(*FINISHED, TrialState.FAIL)):
+        row = {"trial": trial.number, "state": trial.state.name.lower()}
+        row[metric] = trial.user_attrs.get("best", math.nan)
+        row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
+        rows.append(row | {name: trial.params.get(name, "") for name in sweep.searched})
+    sign = -1 if sweep.maximize else 1
+    return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
 
-    def finish(
-        self, trial: optuna.Trial, run: Path, status: int | None, values: list[float], begin: float
-    ) -> None:
-        """Record how a run ended, None is stopped early, and print a line."""
-        seconds = time.monotonic() - begin
-        best = self.best(values) if values else math.nan
-        good = status == 0 and bool(values)
-        ended = TrialState.COMPLETE if good else TrialState.FAIL
-        outcome = f"{self.sweep.metric} {best:.5g}"
-        if status is None:
-            ended, outcome = TrialState.PRUNED, f"stopped early at {best:.5g}"
-        with self.lock:
-            trial.set_user_attr("seconds", round(seconds, 1))
-            trial.set_user_attr("evaluations", len(values))
-            if ended != TrialState.FAIL:
-                trial.set_user_attr("best", best)
-            self.study.tell(trial, best if good else None, ended)
-            if ended == TrialState.FAIL:
-                self.failed += 1
-                outcome = f"failed with status {status}, see {run / 'output.log'}"
-                if status == 0:
-                    names = {name for row in read_metrics(run) for name in row}
-                    outcome = self.lacks = (
-                        f"metric {self.sweep.metric!r} is not in the log of {run.name}; in it are: "
-                        f"{', '.join(sorted(names)) or 'nothing'}"
-                    )
-                if (self.failed >= MAX_FAILURES or self.lacks) and not self.finished():
-                    self.stop.set()
-            write_csv(self.folder / "trials.csv", self.rows())
-            chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
-            print(f"{run.name}: {outcome} ({seconds:.0f} s; {chosen})", flush=True)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row a run, the best first."""
-        rows, metric = [], self.sweep.metric
-        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-        for trial in self.study.get_trials(deepcopy=False, states=ended):
-            row = {"trial": trial.number, "state": trial.state.name.lower()}
-            row[metric] = trial.user_attrs.get("best", math.nan)
-            row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
-            rows.append(row | {name: trial.params.get(name, "") for name in self.sweep.searched})
-        sign = -1 if self.sweep.maximize else 1
-        return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
-
-    def report(self, seed: int) -> None:
-        """Print the best runs and write the table."""
-        rows, metric, folder = self.rows(), self.sweep.metric, self.folder
-        command = shlex.join(["servegym", "sweep", str(self.sweep.path), "--out", str(folder)])
-        settings = {"seed": seed, "fixed": self.fixed}
-        origin = provenance(command, packages=("optuna",), settings=settings)
-        write_result(folder / "trials", rows, origin)
-        names = list(self.sweep.searched)
-        shown = []
-        for row in rows[:10]:
-            chosen = (short(row[name]) for name in names)
-            shown.append([str(row["trial"]), row["state"], f"{row[metric]:.5g}", *chosen])
-        print_table(f"Best runs of {len(rows)}", ["trial", "state", metric, *names], shown)
-        print(f"{folder}: trials.csv")
+def _report(
+    rows: list[dict[str, Any]], sweep: Sweep, folder: Path, settings: Mapping[str, Any]
+) -> None:
+    """Print the best runs and write the table with its record."""
+    command = shlex.join(["servegym", "sweep", str(sweep.path), "--out", str(folder)])
+    origin = provenance(command, packages=("optuna",), settings=settings)
+    write_result(folder / "trials", rows, origin)
+    names, shown = list(sweep.searched), []
+    for row in rows[:10]:
+        chosen = (short(row[name]) for name in names)
+        shown.append([str(row["trial"]), row["state"], f"{row[sweep.metric]:.5g}", *chosen])
+    print_table(f"Best runs of {len(rows)}", ["trial", "state", sweep.metric, *names], shown)
+    print(f"{folder}: trials.csv")
 
 
 def short(value: Any) -> str:

