@@ -34,9 +34,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._checks import whole
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs, Threads, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, Threads, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.parallel import Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
@@ -359,7 +360,7 @@ def complete(args: Args, task: Task) -> Args:
     usual = dict(zip(names, task.defaults, strict=True))
     args = replace(args, **{name: getattr(args, name) or usual[name] for name in names})
     for name in names:
-        at_least(name, getattr(args, name), int(2 / ELITE) if name == "population" else 1)
+        whole(name, getattr(args, name), int(2 / ELITE) if name == "population" else 1)
     if args.episodes > args.worlds:
         raise ValueError(f"episodes is {args.episodes}; allowed is up to worlds, {args.worlds}")
     return args
@@ -407,7 +408,6 @@ def train(args: Args) -> Path:
             one, seeds = mean[None].astype(np.float32), list(range(args.eval_episodes))
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
-            log.phase = "evaluating"
             means = {at: float(paid.mean()) for at, (paid, _) in workers(play, jobs)}
             result = {f"{task.logged[1]}_{k}": means[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))

@@ -234,7 +234,6 @@ def train(args: Args) -> Path:
         log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
-            log.phase = "evaluating"
             metrics = evaluate(agent, args)
             latency = metrics["eval/mean_latency_s"]
             log.say_score(step, "mean latency in seconds", latency, rule)

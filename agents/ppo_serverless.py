@@ -282,7 +282,6 @@ def train(args: Args) -> Path:
         metrics |= {"charts/SPS": log.advance(step)}
         last = update == num_updates
         if not update or last or interval_passed(args.eval_every, step - batch_size, step):
-            log.phase = "evaluating"
             result = evaluate(agent, eval_envs)
             metrics |= result
             score = result["eval/score"]

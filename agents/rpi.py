@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._checks import whole
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import Positive, RunArgs, Weight, at_least, run_agent
+from servegym.agents.lib.arguments import Positive, RunArgs, Weight, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import SERIAL, Workers
@@ -381,7 +382,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 @saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    at_least("candidates", args.candidates, 2)
+    whole("candidates", args.candidates, 2)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -418,13 +419,13 @@ def train(args: Args) -> Path:
             source.step(agent.values if fitted else source.heuristic, rng)
         step += 1
         if interval_passed(args.fit_every, before, labels) or labels >= args.total_timesteps:
-            fresh, log.phase = Agent(first_system).to(device), "fitting"
+            fresh = Agent(first_system).to(device)
             metrics = fit(fresh, sources, args)
-            agent, fitted, log.phase = fresh, True, "evaluating"
+            agent, fitted = fresh, True
             result = evaluate(agent, sources, args)
             log.say_qos(labels, result)
             decisions = n * len(sources) * step + sum(one.rollouts.decisions for one in sources)
-            metrics |= {"charts/SPS": log.status.sps, "charts/decisions": decisions}
+            metrics |= {"charts/SPS": log.sps, "charts/decisions": decisions}
             log.write(labels, metrics | result)
             agent.set_system(sources[0].model)
             score = result["eval/avg_qos"]
