@@ -34,7 +34,7 @@ from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.guest import APART, Guests
-from servegym.experiments.evaluation.output import print_table, read_rows
+from servegym.experiments.evaluation.output import print_table, read_rows, write_csv
 from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
@@ -322,22 +322,17 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"there are no results in {board}; --run makes them")
         _print(saved, points, args.all)
         return 0
-    table, on_board = tables.Table(board, ("point", "policy"), load=False), saved
-    saved = [] if args.quick else saved
+    on_board, saved = saved, [] if args.quick else saved
     repeated = args.seed is not None
     how = Guests(args.time_limit, args.in_process)
     jobs = _missing_jobs(args, points, saved)
     by_job: dict[int, dict[str, Any]] = {}
     measured: list[dict[str, Any]] = []
 
-    def save(rows: Iterable[Mapping[str, Any]]) -> None:
-        if not args.quick:
-            table.rows = list(saved)
-            table.update(
-                {key: row[key] for key in row if key != "scores"}
-                for row in rows
-                if _is_for_the_board(row)
-            )
+    def save(rows: Sequence[Mapping[str, Any]]) -> None:
+        if rows and not args.quick:
+            board.parent.mkdir(parents=True, exist_ok=True)
+            write_csv(board, rows)
 
     try:
         for index, row in _measured(jobs, workers, how):
@@ -346,10 +341,10 @@ def main(argv: Sequence[str]) -> int:
             print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
             # A run that is stopped leaves the rows so far, in the jobs' order; while guests play
             # no seed of theirs is written or printed.
-            save(row for row in measured if row["seed"] == DEFAULT_SEED)
+            save(_merged(saved, measured, DEFAULT_SEED))
     finally:
         workers.close()
-        save(measured)
+        save(_merged(saved, measured))
         if args.seed is not None and not repeated:
             print(f"The guests' episodes are drawn from --seed {args.seed}.")
     if not args.quick:
@@ -358,7 +353,7 @@ def main(argv: Sequence[str]) -> int:
             settings = {} if args.seed is None else {"seed": args.seed}
             tables.write_record(board, tables.provenance(command, settings=settings))
         print(f"{board} ({tables.machine()['cpu']})")
-    _print(measured if args.quick else table.rows or saved, points, args.all)
+    _print(measured if args.quick else _merged(saved, measured), points, args.all)
     if not args.at_least:
         return 0
     return _print_comparison(compare_guests(measured, points, args.at_least, on_board), args)
@@ -399,11 +394,22 @@ def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namesp
     return 3 if any(guest["verdict"] == "not told" for guest in guests) else 0
 
 
-def _is_for_the_board(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a guest's, or one of the episodes that all the others have."""
-    if row["point"].endswith(UNSEEN):
-        return False
-    return "guest" in row["kind"] or row["seed"] == DEFAULT_SEED
+def _merged(
+    saved: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]], seed: int | None = None
+) -> list[Mapping[str, Any]]:
+    """The board's rows with further ones, in the place of those that had their point and policy.
+
+    The board has guests' rows, and of others those of the episodes that all have. With ``seed`` it
+    gets rows of that seed alone.
+    """
+    new: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in rows:
+        common = "guest" in row["kind"] or row["seed"] == DEFAULT_SEED
+        if common and not row["point"].endswith(UNSEEN) and seed in (None, row["seed"]):
+            shown = {key: value for key, value in row.items() if key != "scores"}
+            new[row["point"], row["policy"]] = shown
+    kept = [new.pop((row["point"], row["policy"]), row) for row in saved]
+    return [*kept, *new.values()]
 
 
 def _chosen_points(args: argparse.Namespace) -> list[Point]:

@@ -22,8 +22,9 @@ from typing import Any
 
 from servegym._checks import choose
 from servegym.envs.families import family_named
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import read_rows, write_text
-from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
+from servegym.experiments.evaluation.tables import Note, provenance, write_result
 from servegym.experiments.papers.plotting import as_png
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -33,25 +34,14 @@ Row = dict[str, Any]
 
 
 class Options(argparse.Namespace):
-    """The parsed command line of a module; a module's own options are further attributes.
+    """The parsed command line of a module; a module's own options are further attributes."""
 
-    Attributes:
-        out: Folder of the results.
-        episodes: Episodes (or repetitions) a policy and setting.
-        quick: Whether this is a smoke run, whose numbers are not results.
-        draw: Whether to draw the tables that are there and measure nothing.
-        figure: Names of the figures to make.
-        resume: Whether settings that the table has already are not measured again.
-        command: The command line, for the record.
-    """
-
-    out: Path
-    episodes: int
-    quick: bool
-    draw: bool = False
-    figure: Sequence[str]
-    resume: bool = False
-    command: str
+    out: Path  # folder of the results
+    episodes: int  # (or repetitions) a policy and setting
+    quick: bool  # a smoke run, whose numbers are not results
+    draw: bool = False  # the tables that are there, and measure nothing
+    figure: Sequence[str]  # names of the figures to make
+    command: str  # the command line, for the record
 
 
 @dataclass(frozen=True)
@@ -71,8 +61,6 @@ class Study:
         beside: Further tables: their rows, given all rows.
         facts: Facts of the run for the record, given the command line.
         packages: Packages whose versions are recorded.
-        key: Columns that tell settings apart, which are then mappings with these entries: the table
-            has each setting as soon as it is measured, and ``--resume`` goes on from there.
     """
 
     name: str
@@ -86,29 +74,18 @@ class Study:
     beside: Mapping[str, Callable[[Sequence[Row]], Sequence[Row]]] = field(default_factory=dict)
     facts: Callable[[Any], Mapping[str, Any]] = lambda options: {}
     packages: Sequence[str] = ()
-    key: tuple[str, ...] = ()
 
     def measure(self, options: Any) -> list[Row]:
         """The rows of all settings, in their order."""
-        settings = list(self.settings(options))
-        if not self.key:
-            return [row for setting in settings for row in self._rows(options, setting)]
-        points = {tuple(setting[column] for column in self.key): setting for setting in settings}
-        order = {point: index for index, point in enumerate(points)}
-        table = Table(options.out / f"{self.name}.csv", self.key, load=options.resume)
-        table.discard(lambda row: table.key_of(row) not in order)
-        for point in table.missing(points):
-            rows = self._rows(options, points[point])
-            table.update(rows, order=lambda row: order[table.key_of(row)])
-        return table.rows
-
-    def _rows(self, options: Any, setting: Any) -> list[Row]:
-        if setting:
-            print(f"{self.name}: {_written(setting)}", flush=True)
-        policies = self.policies
-        if callable(policies):
-            policies = policies(options, setting)
-        return list(self.columns(options, setting, policies))
+        rows: list[Row] = []
+        for setting in self.settings(options):
+            if setting:
+                print(f"{self.name}: {_written(setting)}", flush=True)
+            policies = self.policies
+            if callable(policies):
+                policies = policies(options, setting)
+            rows += self.columns(options, setting, policies)
+        return rows
 
     def write(self, options: Any, rows: Sequence[Row]) -> set[str]:
         """Print the notes and write the tables; returns the names of these."""
@@ -208,8 +185,6 @@ def _parser(
     add("--draw", action="store_true", help="draw the tables, measure nothing")
     add("--episodes", type=int, help=f"episodes a policy and setting ({episodes})")
     add("--figure", nargs="+", choices=names, default=names, help="which ones (all)")
-    if any(study.key for study in studies):
-        add("--resume", action="store_true", help="measure only the settings that are missing")
     return parser
 
 
@@ -278,12 +253,10 @@ def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] 
 
 def main(argv: Sequence[str]) -> int:
     """Command line of ``servegym figures``; 1 if a figure fails."""
-    parser = argparse.ArgumentParser(
-        prog="servegym figures",
-        description="Compute and draw the figures and tables of a family; other words go to each "
-        "figure: --quick (a smoke run), --episodes N, --figure NAME and --out FOLDER.",
-        allow_abbrev=False,  # `--o` is the figures' word
-    )
+    parser = command_parser("figures")
+    parser.epilog = "Other words go to each figure: --quick (a smoke run), --episodes N, --figure "
+    parser.epilog += "NAME and --out FOLDER."
+    parser.allow_abbrev = False  # `--o` is the figures' word
     add = parser.add_argument
     add("family", help="a family, see `servegym list`")
     text = "run this figure alone; repeatable"

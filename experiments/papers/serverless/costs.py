@@ -18,7 +18,7 @@ The optimum is over 17 remote ratios, as in the environments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -226,7 +226,6 @@ STUDIES = (
         picture=Bars(
             x="method", y="over_mix", line="gpu", panels=("model", "bill"), log="y", level=1.0
         ),
-        key=tuple(field.name for field in fields(Setting)),
     ),
     Study(
         "fig10_ratio",
@@ -241,7 +240,6 @@ STUDIES = (
             "throughout",
         ),
         picture=Lines(x="n_out", y="usd_per_1000", line="method", panels=("model", "gpu", "bill")),
-        key=tuple(field.name for field in fields(Setting)),
     ),
 )
 
