@@ -6,7 +6,6 @@ import inspect
 import io
 import json
 import os
-import runpy
 import sys
 import traceback
 import types
@@ -138,7 +137,7 @@ def policy_from_file(
         predict = _saved_by_sb3(file, file.read_bytes() if content is None else content).predict
         return FilePolicy(PredictPolicy(predict, file.stem), file)
     try:
-        names = runpy.run_path(str(file)) if content is None else _run(content, file)
+        names = _run(file.read_bytes() if content is None else content, file)
         policy = names["Policy"](system) if "Policy" in names else None
     except (Exception, SystemExit) as error:  # whatever the file raises
         kind, line = type(error).__name__, _line_of(error, file)

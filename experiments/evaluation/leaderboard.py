@@ -322,7 +322,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"there are no results in {board}; --run makes them")
         _print(saved, points, args.all)
         return 0
-    on_board, saved = saved, [] if args.quick else saved
+    saved = [] if args.quick else saved
     repeated = args.seed is not None
     how = Guests(args.time_limit, args.in_process)
     jobs = _missing_jobs(args, points, saved)
@@ -356,7 +356,7 @@ def main(argv: Sequence[str]) -> int:
     _print(measured if args.quick else _merged(saved, measured), points, args.all)
     if not args.at_least:
         return 0
-    return _print_comparison(compare_guests(measured, points, args.at_least, on_board), args)
+    return _print_comparison(compare_guests(measured, points, args.at_least), args)
 
 
 def _measured(
@@ -385,8 +385,6 @@ def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namesp
             f"{args.at_least} ({guest['episodes']} episodes, plain mean of paired differences "
             f"{100 * gain.value:+.1f} % [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}])"
         )
-        if guest["suspect"]:
-            print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")
     if passed := [guest["episodes"] for guest in guests if guest["verdict"] == "passed"]:
         print(unseen_losses(min(passed)))
     if any(guest["verdict"] == "failed" or guest["clairvoyant"] for guest in guests):
@@ -497,26 +495,21 @@ def _is_current(row: Mapping[str, Any], point: Point) -> bool:
 
 
 def compare_guests(
-    rows: Sequence[Mapping[str, Any]],
-    points: Sequence[Point],
-    at_least: str,
-    saved: Sequence[Mapping[str, Any]] = (),
+    rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least: str
 ) -> list[dict[str, Any]]:
     """Every guest against the baseline ``at_least``, point by point.
 
     ``rows`` are those of `measure`, at a routing point also with prompts that the guest cannot
-    have; ``saved`` those of the leaderboard, for the best of the clairvoyant policies.
+    have.
 
     Returns:
         ``point``, ``policy``, ``episodes`` of both, ``gain`` (the mean of the guest's differences
         to the baseline, as a share of the baseline's mean, with its interval), the ``verdict`` of
-        `noninferiority`, ``clairvoyant``, and ``suspect``: the name of a clairvoyant policy whose
-        interval the guest's value reaches, or "".
+        `noninferiority`, and ``clairvoyant``.
     """
     compared = []
     for point in points:
         higher = report_of(point.family).higher_is_better
-        best = next((r for r in ranked(saved, point) if r["kind"] == "clairvoyant"), None)
         for name in (point.name, point.name + UNSEEN):
             at_point = [row for row in rows if row["point"] == name]
             by_name = {row["policy"]: row for row in at_point}
@@ -525,9 +518,6 @@ def compare_guests(
                 scores, baseline = np.array(list(pairs)).T
                 gains = scores - baseline if higher else baseline - scores
                 gain, verdict = noninferiority(gains / (abs(baseline.mean()) or 1.0), MARGIN)
-                reached = best is not None and (
-                    row["value"] >= best["low"] if higher else row["value"] <= best["high"]
-                )
                 compared.append(
                     {
                         "point": name,
@@ -536,7 +526,6 @@ def compare_guests(
                         "gain": gain,
                         "verdict": verdict,
                         "clairvoyant": "clairvoyant" in row["kind"],
-                        "suspect": best["policy"] if best is not None and reached else "",
                     }
                 )
     return compared

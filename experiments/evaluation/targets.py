@@ -186,10 +186,7 @@ class RuleTarget:
     env_id = ROUTING_ID
 
     def at(self, rate: float) -> dict[str, Any]:
-        """See `GatewayTarget.at`; rates of drawn fleets are in what these serve within L."""
-        if self.arguments.get("fleet") == "random":
-            load = {"load": rate}
-            return {**self.arguments, "fleet_kwargs": self.arguments.get("fleet_kwargs", {}) | load}
+        """See `GatewayTarget.at`."""
         return {**self.arguments, "rate": rate}
 
     def _arguments(self, rate: float, split: str) -> dict[str, Any]:

@@ -265,8 +265,7 @@ def tune(
         at = knee(gateways, player, float(np.mean(own or usual)))
         rates = [float(f"{at * load:.3g}") for load in LOADS]
         print(f"knee: {at:g} requests/s", flush=True)
-    usual = 1.0 if targets[0].arguments.get("fleet") == "random" else 5.0
-    rates = list(rates or [float(np.mean(own or usual))])
+    rates = list(rates or [float(np.mean(own or 5.0))])
     each = max(SEARCHED * budget - (time.monotonic() - begin), 1.0) / len(targets)
     found: dict[str, tuple[Target, Setting]] = {}
     for target in targets:

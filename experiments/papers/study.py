@@ -1,10 +1,7 @@
 """Tables of papers: settings x policies -> columns, their notes and their picture.
 
 A module of a family's folder here has ``STUDIES``, a record for each table that it makes, and
-``main``, their command line: ``servegym figures FAMILY`` runs them all, ``python -m
-servegym.experiments.papers.FAMILY.MODULE`` one module. Measuring writes the table (see
-`servegym.experiments.evaluation.tables`) and draws the picture; ``--draw`` draws the tables that
-are there and measures nothing.
+``main``, their command line: ``servegym figures FAMILY`` runs them all.
 """
 
 from __future__ import annotations
@@ -225,7 +222,7 @@ def _title(module: ModuleType) -> str:
     return (module.__doc__ or "").partition("\n")[0]
 
 
-def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> int:
+def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
     """Run modules of studies one after another.
 
     Args:
@@ -233,26 +230,19 @@ def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] 
         only: Names of modules; all of them by default.
         arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
 
-    Returns:
-        How many of them ended with a status other than zero.
-
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.
     """
     modules = list_modules(family)
-    failed = 0
     for name in [choose("only", name, modules) for name in only] or modules:
         print(f"{name}: {_title(modules[name])}", flush=True)
         begin = time.perf_counter()
-        status = modules[name].main(list(arguments)) or 0
-        failed += bool(status)
-        result = f"failed with status {status}" if status else "done"
-        print(f"{name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
-    return failed
+        modules[name].main(list(arguments))
+        print(f"{name}: done in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Command line of ``servegym figures``; 1 if a figure fails."""
+def main(argv: Sequence[str]) -> None:
+    """Command line of ``servegym figures``."""
     parser = command_parser("figures")
     parser.epilog = "Other words go to each figure: --quick (a smoke run), --episodes N, --figure "
     parser.epilog += "NAME and --out FOLDER."
@@ -269,9 +259,9 @@ def main(argv: Sequence[str]) -> int:
         width = max(map(len, modules))
         for name, module in modules.items():
             print(f"{name:<{width}}  {_title(module)}")
-        return 0
+        return
     words += ["--draw"] if options.draw else []
-    return int(run_modules(options.family, options.only, words) > 0)
+    run_modules(options.family, options.only, words)
 
 
 def list_pictures(family: str) -> dict[str, Study]:
