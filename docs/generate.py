@@ -322,14 +322,6 @@ def named(stem: str) -> str:
     return f"{kind} {number}: {match[3].replace('_', ' ')}"
 
 
-def place(path: Path) -> tuple[int, int, str]:
-    """Order of the results: figures and tables as in the paper, then what goes beyond it."""
-    match = re.match(r"(fig|table)(\d+)", path.stem)
-    if match is None:
-        return 2, 0, path.stem
-    return int(match[1] == "table"), int(match[2]), path.stem
-
-
 def claims() -> None:
     """The counts and the rule of the papers' claims; what differs on demand."""
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
@@ -373,7 +365,9 @@ def results() -> list[dict[str, str]]:
         text = f"`servegym figures {family}` makes the figures of the paper; each table in "
         text += f"`experiments/results/{family}` names its command."
         lines = [f"# Results: {title}", "", text, ""]
-        for path in sorted((RESULTS / family).glob("*.json"), key=place):
+        files = (RESULTS / family).glob("*.json")
+        # Figures and tables as in the paper, then what goes beyond it.
+        for path in sorted(files, key=lambda p: (p.stem[:3] not in ("fig", "tab"), p.stem)):
             record = read_record(path)
             png = pictures.get(path.stem)
             if png is None or not record["notes"]:

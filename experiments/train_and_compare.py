@@ -29,9 +29,10 @@ from servegym._command_line import interrupt_on_signals, run_main
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_text
-from servegym.experiments.evaluation.stats import over_trainings
-from servegym.experiments.evaluation.tables import note, provenance, write_result
+from servegym.experiments.evaluation.stats import paired_difference, stratified_bootstrap
+from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import as_png, decisions_axis, label_ends, pyplot
+from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.runs import read_metrics
 
 ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.sac_rows"
@@ -174,12 +175,11 @@ def summarise_comparison(rows: Rows) -> Rows:
         scores.setdefault((row["policy"], row["rate"]), []).append(row["avg_qos"])
     table = []
     for (policy, rate), qos in scores.items():
-        kinds = {"qos": over_trainings([qos])}
-        if policy != TRAINED:
-            kinds["gain"] = over_trainings([scores[TRAINED, rate]], qos)
         row: dict[str, Any] = {"policy": policy, "rate": rate, "episodes": len(qos)}
-        for key, one in kinds.items():
-            row |= {key: one.value, f"{key}_low": one.low, f"{key}_high": one.high}
+        row |= interval_columns("qos", stratified_bootstrap(qos))
+        if policy != TRAINED:
+            gain = paired_difference(scores[TRAINED, rate], qos)
+            row |= interval_columns("gain", gain)
         table.append(row)
     return table
 
@@ -196,34 +196,30 @@ def short(form: str, *values: float) -> list[str]:
     return [f"{value:{form}}".replace("0.", ".", 1) for value in values]
 
 
-def findings(table: Rows, curve: Rows) -> Rows:
+def findings(table: Rows, curve: Rows) -> list[str]:
     """What the trained router gains over the best heuristic, and when its curve passed which."""
     notes = []
     for rate in RATES:
         others = [row for row in table if row["rate"] == rate and row["policy"] != TRAINED]
         best = max(others, key=lambda row: row["qos"])
-        numbers = {key: best[key] for key in ("gain", "gain_low", "gain_high")}
         above, below = best["gain_low"] > 0, best["gain_high"] < 0
         verdict = "above" if above else "below" if below else "not distinguished from"
-        gain, low, high = short("+.4f", *numbers.values())
+        gain, low, high = short("+.4f", *(best[key] for key in ("gain", "gain_low", "gain_high")))
         text = f"at {rate:g}/s trained is {verdict} the best, {best['policy']}: "
-        about = {"rate": rate, "verdict": verdict, "best": best["policy"]}
-        notes.append(note(f"{text}{gain} [{low}, {high}]", **about, **numbers))
+        notes.append(f"{text}{gain} [{low}, {high}]")
     points = [row for row in curve if row["policy"] == TRAINED]
     for row in [row for row in curve if row["policy"] in NAMED]:
         at = next((k for k, p in enumerate(points) if p["avg_qos"] >= row["avg_qos"]), None)
         when = "never" if at is None else "from the first evaluation on"
         if at:
-            (first, begin), (last, end) = (
-                (p["decisions"], p["cpu_s"]) for p in points[at - 1 : at + 1]
-            )
-            when = f"between {first:,} and {last:,} decisions ({begin:.1f} to {end:.1f} CPU s)"
-        text = f"curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
-        notes.append(note(text, policy=row["policy"]))
+            ends = points[at - 1], points[at]
+            when = "between {:,} and {:,} decisions".format(*(p["decisions"] for p in ends))
+            when += " ({:.1f} to {:.1f} CPU s)".format(*(p["cpu_s"] for p in ends))
+        notes.append(f"curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}")
     return notes
 
 
-def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None:
+def print_comparison(table: Rows, ceiling: Sequence[float], notes: Sequence[str]) -> None:
     """Print the trained policy and seven heuristics at most, in 100 columns."""
     ranked = list(mean_qos(table))
     best = [name for name in ranked if name != TRAINED][:5]
@@ -239,7 +235,7 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
     below = [
         f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
         "Intervals: over episodes. Ceiling: mean of the best scores.",
-        *(one["text"] for one in notes),
+        *notes,
     ]
     title = f"Average QoS, interquartile mean [95 % interval]; {table[0]['episodes']} episodes"
     print_table(title, ["policy", *heads], body, below)

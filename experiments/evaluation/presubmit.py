@@ -264,12 +264,8 @@ def _rates_of(files: Sequence[str], fleet: Mapping[str, Any], workers: Workers) 
 
 
 def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
-    kv = (
-        {rate: f" ({share} % KV)" for share, rate in KV_RATES.items()}
-        if scenario.endswith(GIE)
-        else {}
-    )
-    cells = []
+    shares = KV_RATES if scenario.endswith(GIE) else {}
+    kv, cells = {rate: f" ({share} % KV)" for share, rate in shares.items()}, []
     for row in rows:
         latency, ratio = row["time_per_token_s"], "too little completed"
         if row["ratio"] is not None:
@@ -296,29 +292,24 @@ def _parser() -> argparse.ArgumentParser:
         "after --max-episodes, 4: the policy failed to run."
     )
     text = f"a policy of {ENV_ID}: a gateway's file, a .py or SB3 .zip file, a checkpoint, a name"
-    parser.add_argument("policy", nargs="+", help=f"{text}; two: the old one and the new one")
-    parser.add_argument("--scenario", help=f"{', '.join(RATES)} ({GIE}); or a fleet and its load:")
+    add = parser.add_argument
+    add("policy", nargs="+", help=f"{text}; two: the old one and the new one")
+    add("--scenario", help=f"{', '.join(RATES)} ({GIE}); or a fleet and its load:")
     add_fleet_options(parser)
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        help="requests/s (the scenario's, or .9, 1, 1.1 and 1.25 of the knee)",
-    )
-    parser.add_argument("--against", nargs="+", help=f"baselines ({' '.join(AGAINST)})")
-    parser.add_argument(
-        "--seed", type=int, help="that all episodes are drawn from (one that nobody knew before)"
-    )
+    text = "requests/s (the scenario's, or .9, 1, 1.1 and 1.25 of the knee)"
+    add("--rates", type=float, nargs="+", help=text)
+    add("--against", nargs="+", help=f"baselines ({' '.join(AGAINST)})")
+    add("--seed", type=int, help="that all episodes are drawn from (one that nobody knew before)")
     defaults = Rules()
     for name, text in HELP.items():
         flag, default = f"--{name.removesuffix('_s').replace('_', '-')}", getattr(defaults, name)
         text = f"{text} ({default:g})"
-        parser.add_argument(flag, dest=name, type=type(default), default=default, help=text)
+        add(flag, dest=name, type=type(default), default=default, help=text)
     text = "share of episodes in which a loss has to show: as many are played (.046, with 64)"
-    parser.add_argument("--rare", type=float, metavar="SHARE", help=text)
+    add("--rare", type=float, metavar="SHARE", help=text)
     text = "policies that play at a time (1)"
-    parser.add_argument("--workers", type=int, default=1, help=text)
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    add("--workers", type=int, default=1, help=text)
+    add("--json", type=Path, help="file for the rows")
     return parser
 
 
@@ -369,11 +360,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"the policy failed to run: {error}")
         return status
     _print(policy, where, rows)
-    for verdict in ("failed", "not told"):
-        for row in rows:
-            if row["verdict"] == verdict:
-                where = f"{row['rate']:g} requests/s against {row['baseline']}"
-                print(f"{verdict} at {where}: {_gain(row)}")
     if len(args.policy) == 2:
         print(f"{policy} is {_answer(rows)} {against[0]}")
     if status == 0 and rows:

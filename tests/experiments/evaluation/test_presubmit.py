@@ -55,7 +55,7 @@ def test_a_router_as_good_as_the_baseline_passes_and_one_that_sends_all_to_one_f
     assert found["rows"][0]["gain"] < -0.3
     printed = capsys.readouterr()
     assert "60 % KV" in printed.out
-    assert "failed at 260 requests/s against least_load: -" in printed.out
+    assert "FAILED" in printed.out
     assert "260 requests/s: episodes 1 to 2" in printed.err
 
 
