@@ -34,7 +34,6 @@ OF_TRAINING = ("reward", "max_episode_steps", "split")  # not of an evaluation's
 STOPS = (signal.SIGINT, signal.SIGTERM)
 SNAPSHOT_EVERY_S = 60.0
 SAID_EVERY_S = 5.0
-PATIENCE_S = 5.0  # from a signal to the next moment at which a run can be saved exactly
 EARLY = (2_000, 5_000, 10_000, 20_000, 30_000)
 """Decisions at which routers are evaluated besides: most of what they learn is learned here."""
 Args = TypeVar("Args", bound=Any)
@@ -101,18 +100,14 @@ class RunLog:
             import wandb
 
             self.wandb = wandb
-            wandb.init(
-                project=args.wandb_project_name,
-                config=asdict(args),
-                name=self.run.name,
-                dir=str(self.run),
-            )
+            named = {"project": args.wandb_project_name, "name": self.run.name}
+            wandb.init(**named, config=asdict(args), dir=str(self.run))
         self.events = _tensorboard(self.run, self.first)
         self.returns: Any = 0.0
         self.ended: list[float] = []
         self.scored: dict[str, float] = {}
         self.save: Callable[[Path], None] | None = None
-        self.stop, self.hurry, self.written = 0, threading.Timer(PATIENCE_S, _hurry), -math.inf
+        self.stop, self.written = 0, -math.inf
         print(f"{name} writes to {self.run}", flush=True)
         columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
         console = Console()  # where it is no terminal no bar moves, and `advance` prints lines
@@ -233,7 +228,6 @@ class RunLog:
         """Close the log, the bar, wandb's run and the threads, once; says how it ended."""
         if self.file.closed:
             return
-        self.hurry.cancel()
         self.bar.stop()
         with naming(self.run / LOG):
             self.file.close()
@@ -274,8 +268,7 @@ class RunLog:
 def saves_when_interrupted(train: Callable[[Args], Path]) -> Callable[[Args], Path]:
     """A training that checks its arguments, closes its log however it ends, and saves on a signal.
 
-    SIGINT (Ctrl-C) and SIGTERM end it at the next `RunLog.snapshot`, or at once where that is more
-    than `PATIENCE_S` away or a second one comes.
+    SIGINT (Ctrl-C) and SIGTERM end it at the next `RunLog.snapshot`, a second one at once.
     """
 
     @functools.wraps(train)
@@ -314,17 +307,11 @@ def _handling(handler: Any) -> Iterator[None]:
 
 
 def _stop(number: int, _: Any) -> None:
-    """Tell the run to end where it can be saved exactly, in `PATIENCE_S` at most."""
+    """Tell the run to end where it can be saved exactly, at a second signal at once."""
     log = RunLog.current.get()
     if log is None or log.stop:
         raise KeyboardInterrupt(log.stop if log else number)
     log.stop = number
-    log.hurry.start()
-
-
-def _hurry() -> None:
-    """What `_stop` does at a second signal."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _tensorboard(run: Path, first: int) -> Any:
