@@ -17,9 +17,6 @@ import re
 import tempfile
 from base64 import b64decode
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -39,7 +36,7 @@ from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.papers.claims import HEADINGS, TITLES, tally
 from servegym.experiments.papers.claims import lines as claim_lines
 from servegym.experiments.papers.plotting import as_png, label_ends, legend, pyplot
-from servegym.experiments.papers.study import draw_named, list_pictures
+from servegym.experiments.papers.study import draw, list_pictures
 from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
@@ -351,10 +348,8 @@ def results() -> list[dict[str, str]]:
     """A page a family of results: the pictures, each with its first finding."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
-        stems = list_pictures(family)
-        with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-            drawn = pool.map(draw_named, repeat(family), stems, repeat(RESULTS / family))
-            pictures = dict(zip(stems, drawn, strict=True))
+        studies = list_pictures(family)
+        pictures = {stem: draw(study, RESULTS / family) for stem, study in studies.items()}
         for table in {table for tables in TRAININGS.values() for table in tables}:
             group, stem = table.split("/")
             if group == family:

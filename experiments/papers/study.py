@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from servegym._checks import choose
+from servegym._checks import choose, whole
 from servegym.envs.families import family_named
 from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import read_rows, write_text
@@ -142,7 +142,13 @@ def command(
         parser = _parser(module, doc, studies, episodes)
         if add is not None:
             add(parser)
-        options = _parsed(parser, argv, episodes)
+        options = parser.parse_args(argv, Options())
+        if options.episodes is None:
+            options.episodes = min(2, episodes) if options.quick else episodes
+        whole("episodes", options.episodes, 1)
+        options.out.mkdir(parents=True, exist_ok=True)
+        words = sys.argv[1:] if argv is None else argv
+        options.command = shlex.join([*parser.prog.split(), *map(str, words)])
         if options.draw:
             shipped = RESULTS / module.split(".")[-2]
             for study in studies:
@@ -183,19 +189,6 @@ def _parser(
     add("--episodes", type=int, help=f"episodes a policy and setting ({episodes})")
     add("--figure", nargs="+", choices=names, default=names, help="which ones (all)")
     return parser
-
-
-def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, episodes: int) -> Options:
-    """The command line, checked; makes the folder of the results."""
-    options = parser.parse_args(argv, Options())
-    if options.episodes is None:
-        options.episodes = min(2, episodes) if options.quick else episodes
-    if options.episodes < 1:
-        raise ValueError(f"episodes is {options.episodes}; allowed is 1 or more")
-    options.out.mkdir(parents=True, exist_ok=True)
-    words = sys.argv[1:] if argv is None else argv
-    options.command = shlex.join([*parser.prog.split(), *map(str, words)])
-    return options
 
 
 def _draw_into(options: Options, study: Study, *folders: Path) -> None:
@@ -272,11 +265,6 @@ def list_pictures(family: str) -> dict[str, Study]:
     """
     studies = [study for module in list_modules(family).values() for study in module.STUDIES]
     return {study.name: study for study in studies if study.picture is not None}
-
-
-def draw_named(family: str, name: str, folder: Path) -> bytes | None:
-    """`draw` of the study of a family that has this name, for another process."""
-    return draw(list_pictures(family)[name], folder)
 
 
 def ends(options: Options, values: Sequence[Any]) -> Sequence[Any]:

@@ -25,7 +25,6 @@ from servegym.agents.lib.checkpoint import (
     read_content,
     shipped,
 )
-from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import FAMILIES, family_of
@@ -205,15 +204,6 @@ def test_a_flipped_byte_of_a_checkpoint_is_seen(tmp_path):
             read_content(path)
     save_file(weights, path, meta)  # an older one
     assert read_content(path)[0] == meta
-
-
-def test_a_collapsed_policy_is_warned_of():
-    def drop(obs, mask):
-        return np.zeros(len(mask), np.int64)
-
-    with pytest.warns(UserWarning, match="action 0 takes 100%"):
-        got = evaluate_router(drop, ROUTING, {"num_experts": 3}, (8.0,), 2, 20)
-    assert got["eval/avg_qos"] == 0.0
 
 
 def test_an_agent_has_at_most_450_lines():

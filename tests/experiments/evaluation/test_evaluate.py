@@ -11,7 +11,7 @@ import pytest
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.evaluation import evaluate as ev
 from servegym.experiments.evaluation.guest import IN_PROCESS
-from servegym.experiments.evaluation.output import check_writable, write_csv, write_json
+from servegym.experiments.evaluation.output import check_writable
 
 ENV_ID = "servegym/LLMRouting-v1"
 SMALL = {"episode_requests": 80, "rate": 8.0}
@@ -182,12 +182,9 @@ def test_printed_table(result, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"episodes": 0}, "episodes"),
         ({"seed": -1}, "seed"),
         ({"policies": []}, "policies"),
-        ({"policies": ["gredy_qos"]}, "did you mean 'greedy_qos'"),
         ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
-        ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),
         ({"env_id": "servegym/LLMRoutng-v0"}, "Did you mean 'servegym/LLMRouting"),
         ({"env_kwargs": {"rte": 8}}, "rte.*rate"),
         ({"env_kwargs": {"max_episode_steps": 5}}, "max_episode_steps"),
@@ -197,18 +194,6 @@ def test_bad_arguments_are_named(arguments, named):
     call = {"env_id": ENV_ID, "policies": ["random"], "episodes": 1, **arguments}
     with pytest.raises(ValueError, match=named):
         ev.evaluate(**call)
-
-
-def test_files(tmp_path):
-    rows = [{"a": 1, "b": math.nan}, {"a": np.float64(0.5), "c": "x,y"}]
-    write_json(tmp_path / "rows.json", rows)
-    assert json.loads((tmp_path / "rows.json").read_text()) == [
-        {"a": 1, "b": None},
-        {"a": 0.5, "c": "x,y"},
-    ]
-    write_csv(tmp_path / "rows.csv", rows)
-    assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,nan,\n0.5,,"x,y"\n'
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.json"]
 
 
 @pytest.mark.parametrize("name", ["missing/rows.json", "rows.txt", "folder.json", "/proc/x.json"])

@@ -200,12 +200,10 @@ def test_time_per_token_is_the_mean_over_completed_requests():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"scenario": "nowhere"}, "scenario"),
         ({"scenario": "gie709"}, "Did you mean 'gie-709'"),
         ({"rates": [-1.0]}, "rates"),
         ({"policy": "no_such"}, "no_such"),
         ({"policy": "greedy_qos"}, "is a policy for llm_routing, not for prefix_routing"),
-        ({"policy": "sac_rows"}, "is a policy for llm_routing, not for prefix_routing"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, message):
