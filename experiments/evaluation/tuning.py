@@ -53,6 +53,7 @@ from servegym.experiments.evaluation.targets import (
     fleet_arguments,
     knee,
 )
+from servegym.experiments.papers.plotting import Lines, as_png
 from servegym.experiments.sweeps.run import JOURNAL, lock, mend_journal
 
 GENERATION = 32  # candidates that are asked for together
@@ -271,9 +272,14 @@ def tune(
     for target in targets:
         search, last = Search(target, rates, player, folder, seed), -math.inf
         for spent, candidates, best in search.generations(each):
-            if spent >= min(last + 10.0, each):
-                last, done = spent, f"{min(spent, each):3.0f} of {each:.0f} s"
-                text = f"{target.name}: {done}, {candidates} candidates, best {best:.4f}"
+            done, share = spent >= each, min(spent / each, 1.0)
+            text = f"{target.name}: {share * each:3.0f} of {each:.0f} s, "
+            text += f"{candidates} candidates, best {best:.4f}"
+            if sys.stderr.isatty():
+                text = f"\r\033[K[{'=' * int(30 * share):<30}] {text}"
+                print(text, end="\n" * done, file=sys.stderr, flush=True)
+            elif done or spent - last >= 10.0:
+                last = spent
                 print(text, file=sys.stderr, flush=True)
         finalists = [setting for _, setting in search.best(FINALISTS)]
         found[target.name] = target, chosen(target, finalists, rates, player)
@@ -335,9 +341,8 @@ def _report(
     for name in order:
         shares = result["shares"][name]
         gap = paired_difference(values[tuned][1:-1].mean(0), values[name][1:-1].mean(0), mean)
-        rows.append(
-            {"policy": name, **{f"{r:g}/s": x for r, x in zip(judged, shares, strict=True)}}
-        )
+        rows.append({"policy": name})
+        rows[-1] |= {f"{rate:g}/s": share for rate, share in zip(judged, shares, strict=True)}
         rows[-1] |= {"mean": means[name], "below": gap.value, "low": gap.low, "high": gap.high}
         below = "" if name == tuned else _with_interval(gap)
         cells.append([name, *(f"{x:.3f}" for x in (*shares, means[name])), below])
@@ -358,33 +363,13 @@ def _report(
             print_table(f"{name}: what each number gives", ["number", "is", "gives"], lines, notes)
     write_csv(folder / "table.csv", rows)
     write_json(folder / "result.json", result)
-    _draw(folder / "share.png", values, judged, result["knee"], what)
-
-
-def _draw(
-    path: Path,
-    values: Mapping[str, NDArray[np.float64]],
-    rates: Sequence[float],
-    at: float | None,
-    label: str,
-) -> None:
-    """A line a policy over the rate, the knee marked."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.set_prop_cycle(color=pyplot.get_cmap("tab20")(range(20)))
-    for name, found in values.items():
-        wide = 3 if name.endswith(("before", "tuned")) else 1
-        axes.plot(rates, found.mean(1), label=name, lw=wide, marker="o", ms=2 + wide)
-    if at is not None:
-        axes.axvline(at, color="0.6", ls="--", label="knee")
-    axes.set(xlabel="requests/s", ylabel=label)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    points = [
+        {"policy": name, "rate": rate, "share": share}
+        for name in order
+        for rate, share in zip(judged, result["shares"][name], strict=True)
+    ]
+    picture = Lines(x="rate", y="share", line="policy", labels={"share": what})
+    write_text(folder / "share.png", as_png(picture(points)))
 
 
 def _targets(name: str | None, options: argparse.Namespace) -> list[Target]:
