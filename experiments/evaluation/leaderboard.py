@@ -126,18 +126,8 @@ def measure(
 ) -> dict[str, Any]:
     """The row of a policy at a point; other arguments as `evaluate` takes them.
 
-    Args:
-        point: The table.
-        policy: What `evaluate` takes.
-        seed: Of the first episode.
-        guests: How guests run.
-        executor: Where episodes run; seconds of processors elsewhere are not counted.
-
-    Returns:
-        ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
-        or one of these clairvoyant), the headline number's name, interquartile mean and 95 %
-        interval, the family's other columns, episodes, the first one's seed, the settings (JSON),
-        processor seconds with those of a guest's process, versions and date.
+    Its ``kind`` is baseline, clairvoyant, checkpoint, guest, guest in process, or one of these
+    clairvoyant; ``cpu_s`` are the processor seconds of this machine, with those of a guest.
     """
     family, report = point.family, report_of(point.family)
     most = SLOW.get(f"{family.group} {policy}", SLOW.get(str(policy), 10**9))

@@ -172,23 +172,13 @@ def presubmit(
 ) -> list[Row]:
     """Play a policy and baselines on the same episodes.
 
-    Args:
-        policy: What `servegym.experiments.evaluation.evaluate.evaluate` takes; a file runs in a
-            process of its own.
-        scenario: One of `RATES`, or arguments of the environment: a fleet and its load.
-        rates: Requests/s; None: those of the scenario.
-        against: Baselines.
-        seed: Seed that those of every rate are derived from; None: one that nobody knew before.
-        rules: How long is played, and what passes.
-        executor: Where policies play.
-        echo: Prints a line of progress.
+    ``scenario`` is one of `RATES`, whose rates are played by default, or the environment's
+    arguments, a fleet and its load. The seeds of every rate derive from ``seed``, by default one
+    that nobody knew before. ``echo`` prints a line of progress.
 
     Returns:
-        A row a rate and baseline: ``rate``, ``baseline``, ``attainment``, ``attainment_baseline``,
-        ``gain`` and its interval ``gain_low``, ``gain_high``, ``time_per_token_s``,
-        ``time_per_token_baseline_s``, their ``ratio`` with ``ratio_low``, ``ratio_high``,
-        ``episodes``, ``seed`` (of the first) and ``verdict`` (passed, failed, not told); for a
-        guest ``decision_s``, the seconds of all its decisions over their number, and
+        A row a rate and baseline with the numbers of `_compared`, the first episode's ``seed``, and
+        for a guest ``decision_s``, the seconds of all its decisions over their number, and
         ``slowest_decision_s``.
 
     Raises:

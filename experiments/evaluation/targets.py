@@ -298,10 +298,7 @@ class Player:
 def knee(targets: Sequence[GatewayTarget], player: Player, rate: float) -> float:
     """The highest rate, within 4 %, at which the best rule keeps `KNEE` of what it keeps idle.
 
-    Args:
-        targets: Gateways' files, whose starts are tried beside `KNEE_RULES`.
-        player: Plays.
-        rate: Where the search begins, requests/s.
+    The starts of the targets are tried beside `KNEE_RULES`; the search begins at ``rate``.
 
     Raises:
         ValueError: If there is none between .001 and 100,000 requests/s.

@@ -76,15 +76,7 @@ RIVALS = {
 
 
 class Search:
-    """The search of one target, which its journal lets go on after a stop.
-
-    Args:
-        target: What is tuned.
-        rates: Requests/s of the episodes.
-        player: Plays.
-        folder: Where the journal lies.
-        seed: Of candidates and episodes.
-    """
+    """The search of one target, which its journal in ``folder`` lets go on after a stop."""
 
     def __init__(
         self, target: Target, rates: Sequence[float], player: Player, folder: Path, seed: int
@@ -212,13 +204,7 @@ def numbers_and_worlds(
 def compared(
     settings: Mapping[str, tuple[Target, Setting]], rates: Sequence[float], executor: Executor
 ) -> dict[str, NDArray[np.float64]]:
-    """Values (rates, episodes) of settings and of `RIVALS` on the verdict's episodes.
-
-    Args:
-        settings: By the name that they get.
-        rates: Requests/s.
-        executor: Where they play.
-    """
+    """Values (rates, episodes) of settings, by name, and of `RIVALS` on the verdict's episodes."""
     target = next(iter(settings.values()))[0]
     key = "attainment" if target.env_id == PREFIX_ID else "avg_qos"
     values: dict[str, list[list[float]]] = {}
@@ -245,13 +231,8 @@ def tune(
 ) -> dict[str, Any]:
     """Search every target, judge the best settings, and write the folder.
 
-    Args:
-        targets: What is tuned, on one system.
-        folder: For journal, files, table and picture.
-        player: Plays.
-        rates: Requests/s; None: `LOADS` of the knee, or a rule's own rate.
-        budget: Seconds of the knee and the searches together, a quarter of them left out.
-        seed: Of candidates and episodes.
+    Rates are by default `LOADS` of the knee, or a rule's own. A quarter of the ``budget``, seconds,
+    is left for choice and verdict.
 
     Returns:
         What ``result.json`` has: ``knee``, ``rates``, ``judged`` (rates of the verdict),

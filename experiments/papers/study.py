@@ -216,12 +216,7 @@ def _title(module: ModuleType) -> str:
 
 
 def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
-    """Run modules of studies one after another.
-
-    Args:
-        family: Name or group of an environment family.
-        only: Names of modules; all of them by default.
-        arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
+    """Run modules of studies, all of them by default; each ``main`` gets the ``arguments``.
 
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.

@@ -47,16 +47,10 @@ def run_sweep(
 ) -> Path:
     """Run or resume a sweep until it has ``trials`` finished runs, or failed ones in their place.
 
-    Args:
-        sweep: The sweep.
-        trials: Runs in the end, earlier ones that finished included.
-        workers: Runs at a time, each a process with one thread.
-        out: Folder of the sweep; ``sweeps/NAME`` by default.
-        seed: Seed of the choice of parameters.
-        fixed: Arguments of the agent that take precedence over the file's.
+    ``fixed`` are arguments of the agent that take precedence over the file's.
 
     Returns:
-        The folder: ``trials.csv``, ``runs/``.
+        The folder, by default ``sweeps/NAME``: ``trials.csv``, ``runs/``.
 
     Raises:
         ValueError: If an argument is out of range, another process runs the sweep, or its folder
