@@ -15,7 +15,7 @@ from typing import Any
 
 from servegym._checks import missing_file, nearest
 from servegym.agents.lib.checkpoint import shipped, shipped_for
-from servegym.baselines.policy_file import SUFFIXES, FilePolicy, policy_from_file
+from servegym.baselines.policy_file import SUFFIXES, policy_from_file
 from servegym.baselines.prefix_routing.gateway_files import SUFFIXES as GATEWAY_SUFFIXES
 from servegym.baselines.prefix_routing.gateway_files import read_gateway_file
 from servegym.baselines.prefix_routing.plugins import GatewayPolicy
@@ -140,7 +140,7 @@ def _is_of_the_package(policy: Policy) -> bool:
     module = sys.modules.get(getattr(code, "__module__", None) or "")
     # A module that runs as a program is called otherwise, but its spec tells.
     name = getattr(getattr(module, "__spec__", None), "name", "")
-    return name.partition(".")[0] == "servegym" and code is not FilePolicy
+    return name.partition(".")[0] == "servegym"
 
 
 def _plain_name(name: Any, family: Family) -> str:
