@@ -319,6 +319,12 @@ def named(stem: str) -> str:
     return f"{kind} {number}: {match[3].replace('_', ' ')}"
 
 
+def place(path: Path) -> tuple[Any, ...]:
+    """Order of the results: figures and tables as in the paper, then what goes beyond it."""
+    parts = [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.stem)]
+    return parts[0] not in ("fig", "table"), *parts
+
+
 def claims() -> None:
     """The counts and the rule of the papers' claims; what differs on demand."""
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
@@ -360,9 +366,7 @@ def results() -> list[dict[str, str]]:
         text = f"`servegym figures {family}` makes the figures of the paper; each table in "
         text += f"`experiments/results/{family}` names its command."
         lines = [f"# Results: {title}", "", text, ""]
-        files = (RESULTS / family).glob("*.json")
-        # Figures and tables as in the paper, then what goes beyond it.
-        for path in sorted(files, key=lambda p: (p.stem[:3] not in ("fig", "tab"), p.stem)):
+        for path in sorted((RESULTS / family).glob("*.json"), key=place):
             record = read_record(path)
             png = pictures.get(path.stem)
             if png is None or not record["notes"]:
