@@ -26,7 +26,6 @@ import numpy as np
 import optuna
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from servegym._checks import one_or_pair, real, whole
@@ -54,7 +53,7 @@ from servegym.experiments.evaluation.targets import (
     knee,
 )
 from servegym.experiments.papers.plotting import Lines, as_png
-from servegym.experiments.sweeps.run import JOURNAL, lock, mend_journal
+from servegym.experiments.sweeps.run import hold, open_study
 
 GENERATION = 32  # candidates that are asked for together
 RUNGS = {1: 1, 3: 2, 9: 4}
@@ -84,21 +83,12 @@ class Search:
         self.target, self.rates, self.player, self.seed = target, list(rates), player, seed
         self.space = {name: _distribution(ends) for name, ends in target.space().items()}
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        mend_journal(folder / JOURNAL)
-        backend = JournalFileBackend(str(folder / JOURNAL))
-        self.study = optuna.create_study(
-            study_name=target.name,
-            storage=optuna.storages.JournalStorage(backend),
-            load_if_exists=True,
-            direction="maximize",
-            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
-        )
+        self.study, _ = open_study(folder, target.name, True)
+        self.study.pruner = optuna.pruners.SuccessiveHalvingPruner(1, reduction_factor=3)
         begun = len(self.study.trials)
         self.study.sampler = optuna.samplers.NSGAIISampler(
             population_size=GENERATION, seed=seed + 1000 * begun
         )
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self.study.tell(trial.number, state=TrialState.FAIL)
         for start in [] if begun else target.starts():
             self.study.enqueue_trial(target.point(start))
         self.spent = float(self.study.user_attrs.get("seconds", 0.0))
@@ -375,23 +365,6 @@ def _targets(name: str | None, options: argparse.Namespace) -> list[Target]:
     return [GatewayTarget(read_gateway_file(name), arguments)]
 
 
-def _claim(folder: Path, asked: dict[str, Any]) -> None:
-    """Make the folder, or go on in one that the same command has made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"is no folder ({error.strerror}): name another"
-        raise ValueError(f"out is {str(folder)!r}, which {problem}") from None
-    record = folder / "asked.json"
-    if record.exists():
-        if json.loads(record.read_text("utf-8")) != asked:
-            raise ValueError(f"out is {str(folder)!r}, which holds another tuning: name another")
-    elif any(folder.iterdir()):
-        raise ValueError(f"out is {str(folder)!r}, which is not empty: name another folder")
-    else:
-        write_json(record, asked)
-
-
 def main(argv: Sequence[str]) -> int:
     """Command line; see ``servegym tune --help``."""
     parser = command_parser("tune")
@@ -419,11 +392,11 @@ def main(argv: Sequence[str]) -> int:
     asked = {
         key: str(x) for key, x in vars(args).items() if key not in ("budget", "workers", "ray")
     }
-    _claim(args.out, asked)
+    held = hold(args.out, "asked.json", json.dumps(asked))
     player = Player(workers, args.workers)
     chosen_by = {"rates": rates, "budget": args.budget, "seed": args.seed}
     try:
-        with lock(args.out), interrupt_on_signals():
+        with held, interrupt_on_signals():
             result = tune(targets, args.out, player, **chosen_by)
     except KeyboardInterrupt as stop:
         print(f"\nstopped; the same command goes on from {args.out}", file=sys.stderr)

@@ -60,10 +60,11 @@ def run_sweep(
     whole("trials", trials, 1)
     whole("workers", workers, 1)
     folder, fixed = out or Path("sweeps") / sweep.path.stem, dict(fixed or {})
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder), interrupt_on_signals(), naming(folder / JOURNAL):
-        mend_journal(folder / JOURNAL)
-        save_definition(folder, sweep, fixed)
+    definition = sweep.path.read_text(encoding="utf-8")
+    if fixed:
+        definition += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
+    held = hold(folder, "sweep.yaml", definition)
+    with held, interrupt_on_signals(), naming(folder / JOURNAL):
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         study, stop = _study(sweep, folder, seed), threading.Event()
         finished = len(study.get_trials(deepcopy=False, states=FINISHED))
@@ -93,50 +94,52 @@ def run_sweep(
     return folder
 
 
-def lock(folder: Path) -> BinaryIO:
-    """Hold the folder of a sweep or a tuning; refuse one that another process holds."""
-    return locked(folder / "lock", f"out is {str(folder)!r}, where another process is at work")
-
-
-def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:
-    """Write ``sweep.yaml``: the file and the fixed arguments of the sweep.
+def hold(folder: Path, name: str, definition: str) -> BinaryIO:
+    """Make and lock the folder of a search, or go on in one that has this definition.
 
     Raises:
-        ValueError: If the folder holds the runs of another definition.
+        ValueError: If it cannot be made, has anything else, or another process holds it.
     """
-    text = sweep.path.read_text(encoding="utf-8")
-    if fixed:
-        text += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
-    definition = folder / "sweep.yaml"
-    if definition.exists() and definition.read_text(encoding="utf-8") != text:
-        raise ValueError(
-            f"out is {str(folder)!r}, which holds another sweep or another version of this one; "
-            "name another folder"
-        )
-    write_text(definition, text)
+    out, file = f"out is {str(folder)!r}", folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out}, which is no folder ({error.strerror}): name another") from None
+    same = file.exists() and file.read_text(encoding="utf-8") == definition
+    if not same and any(folder.iterdir()):
+        raise ValueError(f"{out}, which holds another search or other files: name another folder")
+    held = locked(folder / "lock", f"{out}, where another process is at work")
+    write_text(file, definition)
+    return held
 
 
-def mend_journal(journal: Path) -> None:
-    """Undo what a killed process left: Optuna's lock, which nobody holds, and a half-written line.
+def open_study(folder: Path, name: str, maximize: bool) -> tuple[optuna.Study, list[FrozenTrial]]:
+    """A study whose journal is in a folder, and the runs that a killed process left, now failed.
 
-    Optuna waits for ever where the lock is a link to no file, as it is after a relative path.
+    What it left of the journal is mended: Optuna's lock, which nobody holds, and a half-written
+    line. Optuna waits for ever where the lock is a link to no file, as it is after a relative path.
     """
+    journal = folder / JOURNAL
     Path(f"{journal}.lock").unlink(missing_ok=True)
     if journal.exists():
         whole, end, cut = journal.read_bytes().rpartition(b"\n")
         if cut:
             write_text(journal, whole + end)
+    study = optuna.create_study(
+        study_name=name,
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
+        load_if_exists=True,
+        direction="maximize" if maximize else "minimize",
+    )
+    left = study.get_trials(states=(TrialState.RUNNING,))
+    for trial in left:
+        study.tell(trial.number, state=TrialState.FAIL)
+    return study, left
 
 
 def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
     """The study in a folder, with the runs first in its queue that a killed process left."""
-    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
-    study = optuna.create_study(
-        study_name="sweep",
-        storage=storage,
-        load_if_exists=True,
-        direction="maximize" if sweep.maximize else "minimize",
-    )
+    study, left = open_study(folder, "sweep", sweep.maximize)
     # A sampler begins anew with every process, so that its seed must not be the one of before.
     seed += len(study.trials)
     study.sampler = optuna.samplers.RandomSampler(seed=seed)
@@ -146,8 +149,7 @@ def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
     if sweep.min_iter:
         least, eta = sweep.min_iter, sweep.eta
         study.pruner = optuna.pruners.HyperbandPruner(min_resource=least, reduction_factor=eta)
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)
+    for trial in left:
         if set(trial.params) == set(sweep.searched):
             study.enqueue_trial(trial.params)
     return study

@@ -184,7 +184,7 @@ def test_printed_table(result, capsys):
     [
         ({"seed": -1}, "seed"),
         ({"policies": []}, "policies"),
-        ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
+        ({"policies": ["lfu_cachs"]}, "Did you mean 'lfu_caches'"),
         ({"env_id": "servegym/LLMRoutng-v0"}, "Did you mean 'servegym/LLMRouting"),
         ({"env_kwargs": {"rte": 8}}, "rte.*rate"),
         ({"env_kwargs": {"max_episode_steps": 5}}, "max_episode_steps"),

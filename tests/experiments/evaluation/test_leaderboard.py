@@ -248,7 +248,7 @@ def test_names_are_checked_before_anything_runs(
     monkeypatch.setattr(leaderboard, "evaluate", lambda *a, **k: pytest.fail("something ran"))
     with pytest.raises(ValueError, match="Did you mean 'small'"):
         main(["--point", "smal", "--run"])
-    with pytest.raises(ValueError, match="did you mean 'random'"):
+    with pytest.raises(ValueError, match="Did you mean 'random'"):
         main(["--policy", "random", "rando"])
     with pytest.raises(ValueError, match="at-least needs --policy"):
         main(["--at-least", "random", "--quick"])

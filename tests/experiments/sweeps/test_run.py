@@ -155,7 +155,7 @@ def test_runs_are_chosen_in_range_the_best_evaluation_counts_and_a_sweep_goes_on
     assert len(re.findall(r"^trial_", capsys.readouterr().out, re.M)) == 4
     other = read_sweep(written(tmp_path, GOOD.replace("[8, 16, 32]", "[8, 16]")))
     for changed, fixed in ((other, {}), (sweep, {"width": 8})):
-        with pytest.raises(ValueError, match="holds another sweep"):
+        with pytest.raises(ValueError, match="holds another search"):
             run_sweep(changed, 7, 1, out, fixed=fixed)
 
 
