@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import print_table, read_rows, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity import comparison
@@ -131,10 +132,7 @@ def data_folder(option: Path | None) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym fidelity",
-        description="Replay a measured run and print the errors of TTFT, TPOT and latency.",
-    )
+    parser = command_parser("fidelity")
     add = parser.add_argument
     add("--data", type=Path, help="folder of the measured data (default: $SERVEGYM_DATA)")
     add("--run", type=Path, help="folder of another run: requests.jsonl, meta.json")
