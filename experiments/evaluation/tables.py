@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._files import MalformedFileError
 from servegym._versions import versions
 from servegym.experiments.evaluation.output import write_csv, write_json
 
@@ -64,21 +63,9 @@ def provenance(
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON of a table, by the path of its CSV or JSON; empty if there is none.
-
-    Raises:
-        MalformedFileError: The file is no JSON object.
-    """
+    """The JSON of a table, by the path of its CSV or JSON; empty if there is none."""
     file = Path(path).with_suffix(".json")
-    if not file.exists():
-        return {}
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MalformedFileError(file, None, None, f"is no JSON ({error})", "remove it") from error
-    if not isinstance(record, dict):
-        raise MalformedFileError(file, None, None, "is no JSON object", "remove it")
-    return record
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write_record(

@@ -5,9 +5,7 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from servegym._files import MalformedFileError
 from servegym.experiments.evaluation.tables import (
     note,
     provenance,
@@ -36,13 +34,3 @@ def test_a_result_is_rows_and_a_record(tmp_path: Path) -> None:
     assert set(record["machine"]) == {"cpu", "cores", "system"}
     assert record["notes"] == [{"text": "y falls"}, {"text": "x rises", "slope": 1.0}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.csv", "one.json"]
-
-
-def test_a_table_without_a_record_has_an_empty_one(tmp_path: Path) -> None:
-    assert read_record(tmp_path / "one.csv") == {}
-    (tmp_path / "one.json").write_text("[]")
-    with pytest.raises(MalformedFileError):
-        read_record(tmp_path / "one.csv")
-    (tmp_path / "one.json").write_text("{")
-    with pytest.raises(MalformedFileError):
-        read_record(tmp_path / "one.csv")
