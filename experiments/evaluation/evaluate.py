@@ -187,7 +187,7 @@ def evaluate_block(
                     "seed": seed + episode,
                     "episode": episode,
                     **kpis,
-                    **report_of(family).episode_statistics(total, log, envs.unwrapped.problem),
+                    **report_of(family).episode_statistics(log, envs.unwrapped.problem),
                     "return": total if same_reward else math.nan,
                     "clairvoyant": policy.clairvoyant,
                     "source": policy.source,

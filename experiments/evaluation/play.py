@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-import servegym  # noqa: F401  registers the ids
+from servegym.agents.lib import environments
 from servegym.baselines.policy_file import PolicyError, failed_in_file
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
 from servegym.envs._outcomes import OutcomeReader
@@ -87,14 +87,9 @@ def make_envs(
     for key in env_kwargs:
         if key in RESERVED:
             raise ValueError(f"{key!r} cannot be set: whole episodes are evaluated")
-    return gymnasium.make_vec(
-        env_id,
-        num_envs=num_envs,
-        vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
-        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
-        render_mode=render_mode,
-        **env_kwargs,
-    )
+    disabled = gymnasium.vector.AutoresetMode.DISABLED
+    how = {"autoreset_mode": disabled, "render_mode": render_mode}
+    return environments.make_envs(env_id, num_envs, **how, **env_kwargs)
 
 
 def problem_of(env_id: str, env_kwargs: Mapping[str, Any]) -> Any:

@@ -59,8 +59,8 @@ class Report:
     # Parts of the reward that tell of nothing before it has ended, the feedback of a guest; empty
     # where they all do.
     feedback_terms: tuple[str, ...] = ()
-    # (return, request log, problem) -> further numbers of a row.
-    episode_statistics: Callable[[float, Any, Any], dict[str, float]] = lambda *episode: {}
+    # (request log, problem) -> further numbers of a row.
+    episode_statistics: Callable[[Any, Any], dict[str, float]] = lambda log, problem: {}
 
     def shown(self, every: bool) -> list[Column]:
         """The columns of a table: every one, or those that decide."""
@@ -75,7 +75,7 @@ def report_of(family: Family) -> Report:
 # --------------------------------------------------------------------------------- LLM routing
 
 
-def _routing_statistics(total: float, log: NDArray[Any], problem: Any) -> dict[str, float]:
+def _routing_statistics(log: NDArray[Any], problem: Any) -> dict[str, float]:
     from servegym.envs.llm_routing.core import OUTCOMES
 
     # Drawn fleets have other experts in each episode: these have no names.
