@@ -34,9 +34,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._checks import whole
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs, Threads, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, Threads, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.parallel import Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
@@ -347,8 +348,10 @@ def complete(args: Args, task: Task) -> Args:
         ValueError: If one is out of range, by name.
     """
     args = replace(args, **{k: getattr(args, k) or usual for k, usual in task.defaults.items()})
-    at_least("population", args.population, int(2 / ELITE))
-    at_least("episodes", args.episodes, 1, args.worlds)
+    for name in task.defaults:
+        whole(name, getattr(args, name), int(2 / ELITE) if name == "population" else 1)
+    if args.episodes > args.worlds:
+        raise ValueError(f"episodes is {args.episodes}; allowed is up to worlds, {args.worlds}")
     return args
 
 
@@ -394,7 +397,6 @@ def train(args: Args) -> Path:
             one, seeds = mean[None].astype(np.float32), list(range(args.eval_episodes))
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
-            log.phase = "evaluating"
             means = {at: paid.mean() for at, (paid, _) in workers(play, jobs)}
             metrics[task.logged[1]] = score = float(np.mean([means[k] for k in sorted(means)]))
             log.say_score(step, task.logged[1].partition("/")[2], score)

@@ -215,7 +215,6 @@ def train(args: Args) -> Path:
         log.snapshot(step, parts, (update, best_score))
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
-            log.phase = "evaluating"
             latency = evaluate(agent, args, validation)
             metrics["eval/mean_latency_s"] = latency
             log.say_score(step, "mean latency in seconds", latency, rule)

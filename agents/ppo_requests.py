@@ -283,7 +283,6 @@ def train(args: Args) -> Path:
         log.snapshot(step, parts, (update, best, metrics))
         # Evaluate: the random weights first, the last policy at the end.
         if evaluation_due(args.eval_every, step - steps * n, step) or update == updates:
-            log.phase = "evaluating"
             score = validation.score(averaged.act)
             log.say_score(step, validation.metric, score, validation.rule)
             best = checkpoint.save_best_and_last(log.save, args, log.run, score, best)

@@ -246,7 +246,6 @@ def train(args: Args) -> Path:
         metrics |= {"charts/SPS": log.advance(step)}
         last = update == num_updates
         if not update or last or interval_passed(args.eval_every, step - batch_size, step):
-            log.phase = "evaluating"
             score = validation.score(agent.act)
             log.say_score(step, validation.metric, score, validation.rule)
             best_score = save_best_and_last(log.save, args, log.run, score, best_score)

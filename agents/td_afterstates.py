@@ -291,8 +291,8 @@ def train(args: Args) -> Path:
         # Evaluate the averaged policy, at first that of random weights.
         ended = step >= args.total_timesteps
         if ended or run_log.evaluation_due(args.eval_every, before, step):
-            log.phase, size = "evaluating", (args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS)
-            result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *size, trained=step > 0)
+            size = args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
+            result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *size)
             log.say_qos(step, result)
             log.write(step, result | {"charts/cpu_s": cpu_s})
             best = checkpoint.save_best_and_last(write, args, log.run, result["eval/avg_qos"], best)

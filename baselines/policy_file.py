@@ -6,20 +6,16 @@ import inspect
 import io
 import json
 import os
-import runpy
 import sys
 import traceback
 import types
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from servegym.baselines.protocol import (
     BasePolicy,
     CallablePolicy,
-    Observation,
     Policy,
     PredictPolicy,
 )
@@ -32,62 +28,14 @@ class PolicyError(ValueError):
     """A policy from a file has failed; names the policy, the line and the error."""
 
 
-class FilePolicy(BasePolicy):
-    """A policy from a file: an error of its code is raised as `PolicyError`, with the line.
-
-    Args:
-        policy: What the file defines.
-        file: The file.
-    """
-
-    def __init__(self, policy: Policy, file: Path) -> None:
-        self.policy, self.file, self.name = policy, file, policy.name
-        self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
-        self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
-        self.needs_outcomes = policy.needs_outcomes
-        self.observation_shapes = policy.observation_shapes
-
-    @contextmanager
-    def _locating_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            line = _line_of(error, self.file)
-            if line is None:  # not the file's doing
-                raise
-            where = f"policy {self.name!r} failed at {self.file}:{line}"
-            raise PolicyError(f"{where}: {type(error).__name__}: {error}") from error
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        with self._locating_errors():
-            self._size(num_envs, seed)
-            self.policy.reset(num_envs, seed)
-
-    def episode_start(self, mask: Any) -> None:
-        """See `Policy.episode_start`."""
-        with self._locating_errors():
-            self.policy.episode_start(mask)
-
-    def act(self, observation: Observation, action_mask: Any) -> Any:
-        """See `Policy.act`."""
-        with self._locating_errors():
-            return self.policy.act(observation, action_mask)
-
-    def feedback(self, reward: Any) -> None:
-        """See `Policy.feedback`."""
-        with self._locating_errors():
-            self.policy.feedback(reward)
-
-    def outcomes(self, ended: Any) -> None:
-        """See `Policy.outcomes`."""
-        with self._locating_errors():
-            self.policy.outcomes(ended)
-
-    def bind(self, env: Any) -> None:
-        """See `Policy.bind`."""
-        with self._locating_errors():
-            self.policy.bind(env)
+def failed_in_file(error: BaseException, policy: Any) -> PolicyError | None:
+    """An error of a file's code as one that names the line; None if that code had no part in it."""
+    file = getattr(policy, "file", None)
+    line = file and _line_of(error, file)
+    if not line:
+        return None
+    where = f"policy {policy.name!r} failed at {file}:{line}"
+    return PolicyError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _line_of(error: BaseException, file: Path) -> int | None:
@@ -121,7 +69,7 @@ def policy_from_file(
     ``model.save`` of Stable-Baselines3 or sb3-contrib wrote.
 
     The file is run, a ``.zip`` unpickled, which runs code that it holds: load only files that you
-    trust. What its code raises later is raised as `PolicyError`.
+    trust. The policy's ``file`` lets `failed_in_file` name the line of what its code raises later.
 
     Args:
         path: A ``.py`` or ``.zip`` file.
@@ -136,9 +84,9 @@ def policy_from_file(
         raise ValueError(f"path={str(file)!r} is not a file")
     if file.suffix == ".zip":
         predict = _saved_by_sb3(file, file.read_bytes() if content is None else content).predict
-        return FilePolicy(PredictPolicy(predict, file.stem), file)
+        return PredictPolicy(predict, file.stem)
     try:
-        names = runpy.run_path(str(file)) if content is None else _run(content, file)
+        names = _run(file.read_bytes() if content is None else content, file)
         policy = names["Policy"](system) if "Policy" in names else None
     except (Exception, SystemExit) as error:  # whatever the file raises
         kind, line = type(error).__name__, _line_of(error, file)
@@ -167,7 +115,8 @@ def policy_from_file(
             f"{str(file)!r} defines neither act(observation, action_mask), predict(observation) "
             "nor a class Policy"
         )
-    return FilePolicy(policy, file)
+    policy.file = file  # pyright: ignore[reportAttributeAccessIssue]
+    return policy
 
 
 def _saved_by_sb3(file: Path, content: bytes) -> Any:

@@ -72,11 +72,8 @@ def register_policy(
 
 
 def _load(family: str) -> None:
-    families = [record.name for record in FAMILIES]
-    if family in families:
-        importlib.import_module(f"servegym.baselines.{family}")
-    elif not any(registered == family for registered, _ in _FACTORY):
-        choose("family", family, families)
+    choose("family", family, [record.name for record in FAMILIES])
+    importlib.import_module(f"servegym.baselines.{family}")
 
 
 def list_policies(family: str = "llm_routing") -> list[PolicyInfo]:

@@ -17,29 +17,26 @@ import re
 import tempfile
 from base64 import b64decode
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import gymnasium
 import mkdocs_gen_files
+import numpy as np
 from safetensors import safe_open
 
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES
 from servegym.experiments.bench import short
-from servegym.experiments.evaluation.leaderboard import POINTS, ranked, read_board
-from servegym.experiments.evaluation.leaderboard import markdown as leaderboard_page
+from servegym.experiments.evaluation.leaderboard import markdown, read_board
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.papers.claims import HEADINGS, TITLES, tally
 from servegym.experiments.papers.claims import lines as claim_lines
-from servegym.experiments.papers.plotting import Curves, as_png
-from servegym.experiments.papers.study import draw_named, list_pictures
+from servegym.experiments.papers.plotting import as_png, label_ends, legend, pyplot
+from servegym.experiments.papers.study import draw, list_pictures
 from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
@@ -149,148 +146,104 @@ def environments() -> list[dict[str, str]]:
     return nav
 
 
-_PLACEMENT = {
-    f"The cluster `{name}`": (f"placement/learning_curves_{name}", f"placement/learning_{name}")
-    for name in ("edge_hetero", "paper_testbed")
-}
-TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "ppo": {"LLM routing": ("routing/learning_ppo",)},
-    "ppo_requests": {"Prefix routing": ("prefix/learning_curves", "prefix/learning")},
-    "sac_rows": {"LLM routing": ("routing/learning_sac_rows",)},
-    "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
-    "td_afterstates": {"LLM routing": ("routing/learning_td_afterstates",)},
-    "ppo_serverless": {
-        "Serverless partitioning": ("serverless/learning_curves", "serverless/learning")
-    },
-    "ppo_placement": _PLACEMENT,
-    "mappo_placement": _PLACEMENT,
-}
-"""Agent -> heading -> tables with its learning curve and its results, of several seeds."""
-_ROUTING_CURVES = Curves(
-    y="qos",
-    label="average QoS of validation episodes",
-    run=("policy", "training"),
-    panels=("rate", "requests/s"),
-    where=lambda row: row["split"] == "val",
-)
-_PLACEMENT_CURVES = Curves(
-    y="val_latency_s",
-    label="mean latency of validation episodes, s",
-    run=("policy", "seed"),
-)
-CURVES = {
-    "routing/learning_ppo": _ROUTING_CURVES,
-    "routing/learning_sac_rows": _ROUTING_CURVES,
-    "routing/learning_sac_han": _ROUTING_CURVES,
-    "routing/learning_td_afterstates": _ROUTING_CURVES,
-    "prefix/learning_curves": Curves(
-        y="attainment",
-        label="share within both objectives, validation episodes",
-        run=("policy", "training"),
+TRAININGS: dict[str, tuple[str, ...]] = {
+    "ppo": ("routing/learning_ppo",),
+    "ppo_requests": ("prefix/learning",),
+    "sac_rows": ("routing/learning_sac_rows",),
+    "sac_han": ("routing/learning_sac_han",),
+    "td_afterstates": ("routing/learning_td_afterstates",),
+    "ppo_serverless": ("serverless/learning",),
+    **dict.fromkeys(
+        ("ppo_placement", "mappo_placement"),
+        ("placement/learning_edge_hetero", "placement/learning_paper_testbed"),
     ),
-    "serverless/learning_curves": Curves(
-        y="val_reward",
-        label="mean reward of a validation request",
-        run="run",
-        names={"seed": "ppo_serverless", "shuffled": "shuffled rewards"},
-    ),
-    "placement/learning_curves_edge_hetero": _PLACEMENT_CURVES,
-    "placement/learning_curves_paper_testbed": _PLACEMENT_CURVES,
 }
-"""Table with learning curves -> its picture."""
-FINDINGS_OF_CURVES = {"serverless/learning_curves": "learning"}
-"""Table with learning curves -> the one that has its findings, where that is another."""
+"""Agent -> tables of its trainings with several seeds."""
 METRICS = {
-    "qos": "Average QoS (higher is better)",
-    "reward": "Mean reward of a request (higher is better)",
-    "mean_latency_s": "Mean latency in s (lower is better)",
-    "attainment": "Share of the requests within both latency objectives (higher is better)",
+    "qos": "average QoS of validation episodes",
+    "val_reward": "mean reward of a validation request",
+    "val_latency_s": "mean latency of validation episodes, s",
+    "attainment": "share within both objectives, validation episodes",
 }
-"""Column of a table of results -> its name."""
+"""Column of a learning curve -> its name."""
 
 
-def interval(value: float, low: float, high: float) -> str:
-    """An estimate with its interval, which is not broken."""
-    return f"{value:.3f} [{low:.3f},\u00a0{high:.3f}]"
+def curves_of(table: str) -> list[dict[str, Any]]:
+    """The learning curves of a table: rows with ``policy`` and ``training``, rules without."""
+    path = RESULTS / f"{table.replace('/learning', '/learning_curves')}.csv"
+    rows = read_rows(path if path.exists() else RESULTS / f"{table}.csv")
+    for row in rows:
+        if "run" in row:  # seed_1 is a training of the table's only agent
+            row["policy"], _, number = row["run"].partition("_")
+            row["policy"] = "ppo_serverless" if row["policy"] == "seed" else row["policy"]
+            row["policy"] = row["run"] if not number.isdecimal() else row["policy"]
+        row["training"] = row.get("training", row.get("seed", row.get("run")))
+    return [row for row in rows if row.get("split", "val") == "val"]
+
+
+def trainings(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """The evaluations of each training at each rate."""
+    runs: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["cpu_s"] != "":
+            key = row["policy"], row["training"], row.get("rate")
+            runs.setdefault(key, []).append(row)
+    return runs
+
+
+def draw_curves(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A PNG: a line a training by processor seconds, dashed the rules in the range it reaches."""
+    y = next(column for column in METRICS if column in rows[0])
+    rates = list(dict.fromkeys(row.get("rate") for row in rows))
+    size = (max(5.2 * len(rates), 8.0), 4.4)
+    figure, axes = pyplot().subplots(1, len(rates), figsize=size, squeeze=False)
+    figure.set_layout_engine("constrained")
+    for axis, rate in zip(axes.flat, rates, strict=True):
+        part = [row for row in rows if row.get("rate") == rate]
+        runs, colours = trainings(part), iter(("black", "tab:blue"))
+        looks: dict[str, dict[str, Any]] = {}
+        for (name, *_), run in runs.items():
+            if name not in looks:
+                shuffled = {"color": "0.6", "linestyle": ":", "label": "shuffled rewards"}
+                plain = {"color": next(colours, "C1"), "marker": ".", "ms": 3, "label": name}
+                looks[name] = shuffled if "shuffled" in name else plain
+            axis.plot([r["cpu_s"] for r in run], [r[y] for r in run], linewidth=1, **looks[name])
+            looks[name]["label"] = None  # once in the legend
+        learned = [run[1:] or run for (name, *_), run in runs.items() if "shuffled" not in name]
+        reached = [row[y] for run in learned for row in run]
+        low, high = min(reached), max(reached)
+        room = 3 * (high - low) or np.inf
+        rules = {row["policy"]: row[y] for row in part if row["cpu_s"] == ""}
+        near = {k: v for k, v in rules.items() if low - room <= v <= high + room}
+        low, high = min([low, *near.values()]), max([high, *near.values()])
+        margin = 0.06 * (high - low) or 1.0
+        axis.set(xlim=(0, None), ylim=(low - margin, high + margin))
+        axis.set(xlabel="processor seconds of the training")
+        axis.set_title("" if rate is None else f"{rate:g} requests/s", fontsize=10)
+        levels = {name: f"C{1 + k}" for k, name in enumerate(near)}
+        for name, value in near.items():
+            axis.axhline(value, color=levels[name], linestyle="--", linewidth=1)
+        label_ends(axis, near, levels)
+        axis.grid(alpha=0.25)
+    axes[0, 0].set_ylabel(METRICS[y])
+    legend(figure, axes[0, 0])
+    return as_png(figure)
 
 
 def trained(name: str, table: str) -> list[str]:
-    """What a table says of an agent: learning curve, seconds, commands; results beside rules."""
-    others, path = set(AGENTS) - {name}, RESULTS / f"{table}.csv"
-    record, rows = read_record(path), read_rows(path)
-    rows = [r for r in rows if r.get("policy", name).removesuffix("_shuffled") not in others]
-    curves = CURVES.get(table)
-    lines, seconds = [], []
-    if curves:
-        picture = f"{name}/{path.stem}.png"
-        with mkdocs_gen_files.open(f"agents/{picture}", "wb") as stream:
-            stream.write(as_png(curves(rows)))
-        lines += [f"![Learning curves of {name}]({picture})", ""]
-        runs = curves.trainings(rows)
-        seconds = [max(r["cpu_s"] for r in run) for (one, _), run in runs.items() if one == name]
-    elif "cpu_s" in rows[0]:  # the seconds of all trainings in a cell
-        cells = dict.fromkeys(row["cpu_s"] for row in rows if row["policy"] == name)
-        seconds = [second for cell in cells for second in json.loads(cell)]
-    if seconds:
-        text = f"{len(seconds)} trainings from random weights, {min(seconds):.0f} to "
-        text += f"{max(seconds):.0f} s of a core each ({origin(record)}). "
-        text += "Dashed: rules on the same validation episodes." * bool(curves)
-        lines += [text, "", "```sh", *commands(name, record, bool(curves)), "```", ""]
-    return lines + results_of(name, rows)
-
-
-def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
-    """One training of a table of curves, and the whole table."""
-    settings, table = record["settings"], record["command"]
-    flags = settings.get("flags", "")
-    runs = [one for one in settings.get("trainings", ()) if f".{name} " in one]
-    if runs:
-        flags = runs[0].split(f".{name} ")[1].partition("--seed ")[0]
-    words = f"python agents/{name}.py {flags}".strip()
-    table, _, commit = table.partition(" (code: commit ")
-    of_all = f"{table}  # all trainings and the table"
-    of_all += f", by the code of commit {commit.rstrip(')')}" if commit else ""
-    return [f"{words} --seed 1"] * curves + [of_all]
-
-
-def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
-    """A table's results on evaluation episodes: the agent, then the rules, by arrival rate."""
-    value = next((key for key in METRICS if key in rows[0]), None)
-    ends = ("low", "high") if "low" in rows[0] else (f"{value}_low", f"{value}_high")
-    if value is None or ends[0] not in rows[0]:
-        return []
-    results: dict[str, dict[str, str]] = {name: {}}
-    for row in rows:
-        if row[ends[0]] != "" and not row["policy"].startswith(f"{name}, "):
-            at = f"{row['rate']:g} requests/s" if "rate" in row else "evaluation episodes"
-            at = f"`{row['scenario']}`, {at}" if "scenario" in row else at
-            results.setdefault(row["policy"], {})[at] = interval(*(row[k] for k in (value, *ends)))
-    body = [
-        [f"**{policy}**" if policy == name else policy, *cells.values()]
-        for policy, cells in results.items()
-    ]
-    text = f"{METRICS[value]} on evaluation episodes [95 % interval]; of {name} the last policies:"
-    points = tuple(results[name])
-    return [text, "", *table(("policy", *points), body, right=range(1, len(points) + 1)), ""]
-
-
-def standings(name: str) -> list[str]:
-    """An agent's checkpoints on the leaderboard, each beside the best rule of the point."""
-    rows = read_board(RESULTS / "leaderboard.csv")
-    lines = ["No learning curve of several seeds is kept for this agent. Its checkpoints on the"]
-    lines += ["[leaderboard](../leaderboard.md), beside the best rule of each point:", ""]
-    body = []
-    for point in POINTS:
-        ranking = ranked(rows, point)
-        rules = [row for row in ranking if row["kind"] == "baseline"]
-        for file in (one for one in shipped(point.family.name).values() if written_by(one) == name):
-            for row in (one for one in ranking if one["policy"] == file.stem):
-                cells = [point.name, row["measure"]]
-                for one in (row, rules[0]):
-                    cells += [f"`{one['policy']}`", interval(one["value"], one["low"], one["high"])]
-                body.append(cells)
-    headings = ("point", "measure", "checkpoint", "", "best rule", "")
-    return [*lines, *table(headings, body), ""]
+    """What a table says of an agent: learning curves, seconds, the first finding, the command."""
+    others, record = set(AGENTS) - {name}, read_record(RESULTS / f"{table}.csv")
+    rows = [r for r in curves_of(table) if r["policy"].removesuffix("_shuffled") not in others]
+    file = f"{name}/{table.replace('/', '_')}.png"
+    with mkdocs_gen_files.open(f"agents/{file}", "wb") as stream:
+        stream.write(draw_curves(rows))
+    own = [(row["training"], row["cpu_s"]) for row in rows if row["policy"] == name]
+    seconds = dict(sorted(own, key=lambda one: one[1])).values()  # the last of each training
+    text = f"{len(seconds)} trainings from random weights, {min(seconds):.0f} to "
+    text += f"{max(seconds):.0f} s of a core each ({origin(record)}). "
+    text += "Dashed: rules on the same validation episodes."
+    lines = [f"![Learning curves of {name}]({file})", "", text, "", record["notes"][0]["text"], ""]
+    return [*lines, "```sh", record["command"].replace(" (code:", "  # (code:"), "```", ""]
 
 
 def agents() -> list[dict[str, str]]:
@@ -300,18 +253,14 @@ def agents() -> list[dict[str, str]]:
         path = ROOT / "agents" / f"{name}.py"
         tree = ast.parse(path.read_text(encoding="utf-8"))
         lines = [f"# {name}", ""]
-        for heading, tables in TRAININGS.get(name, {}).items():
-            lines += [f"## {heading}", ""]
-            for table in tables:
-                lines += trained(name, table)
-        lines += [] if name in TRAININGS else standings(name)
+        for table in TRAININGS.get(name, ()):
+            lines += trained(name, table)
         lines += ["## Description", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
         lines += ["```sh", f"python agents/{name}.py --seed 1", "```", ""]
         for family in FAMILIES:
             for checkpoint, file in shipped(family.name).items():
                 if written_by(file) == name:
-                    card = file.with_suffix(".md").read_text(encoding="utf-8")
-                    card = demoted(without_tables(card))  # tables of the same are above
+                    card = demoted(file.with_suffix(".md").read_text(encoding="utf-8"))
                     lines += [f"## Checkpoint `{checkpoint}`", "", card, ""]
         write(f"agents/{name}.md", "\n".join(lines))
         nav.append({name: f"agents/{name}.md"})
@@ -322,13 +271,6 @@ def written_by(file: Path) -> str:
     """The agent that a checkpoint names in its metadata."""
     with safe_open(file, "np") as stream:
         return stream.metadata()["agent"]
-
-
-def without_tables(markdown: str) -> str:
-    """A card without its tables and the paragraphs that lead to them."""
-    parts = markdown.split("\n\n")
-    table = [part.startswith("|") for part in [*parts, ""]]
-    return "\n\n".join(p for k, p in enumerate(parts) if not (table[k] or table[k + 1]))
 
 
 def demoted(markdown: str) -> str:
@@ -377,12 +319,10 @@ def named(stem: str) -> str:
     return f"{kind} {number}: {match[3].replace('_', ' ')}"
 
 
-def place(path: Path) -> tuple[int, int, str]:
+def place(path: Path) -> tuple[Any, ...]:
     """Order of the results: figures and tables as in the paper, then what goes beyond it."""
-    match = re.match(r"(fig|table)(\d+)", path.stem)
-    if match is None:
-        return 2, 0, path.stem
-    return int(match[1] == "table"), int(match[2]), path.stem
+    parts = [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.stem)]
+    return parts[0] not in ("fig", "table"), *parts
 
 
 def claims() -> None:
@@ -414,15 +354,12 @@ def results() -> list[dict[str, str]]:
     """A page a family of results: the pictures, each with its first finding."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
-        stems = list_pictures(family)
-        with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-            drawn = pool.map(draw_named, repeat(family), stems, repeat(RESULTS / family))
-            pictures = dict(zip(stems, drawn, strict=True))
-        for table, curves in CURVES.items():
+        studies = list_pictures(family)
+        pictures = {stem: draw(study, RESULTS / family) for stem, study in studies.items()}
+        for table in {table for tables in TRAININGS.values() for table in tables}:
             group, stem = table.split("/")
             if group == family:
-                rows = read_rows(RESULTS / f"{table}.csv")
-                pictures[FINDINGS_OF_CURVES.get(table, stem)] = as_png(curves(rows))
+                pictures[stem] = draw_curves(curves_of(table))
         if (RESULTS / family / f"{TABLE}.csv").exists():
             tables = [read_rows(RESULTS / family / f"{name}.csv") for name in (CURVE, TABLE)]
             pictures[TABLE] = plot(*tables)
@@ -556,12 +493,9 @@ def hardware() -> None:
     write("hardware.md", text.replace("<!-- picture of the measured run -->", picture))
 
 
-def leaderboard() -> bool:
-    """The best of the committed standard evaluation; False if there is none yet."""
-    rows = read_board(RESULTS / "leaderboard.csv")
-    if rows:
-        write("leaderboard.md", leaderboard_page(rows, best=ROWS))
-    return bool(rows)
+def leaderboard() -> None:
+    """The best of the committed standard evaluation."""
+    write("leaderboard.md", markdown(read_board(RESULTS / "leaderboard.csv"), best=ROWS))
 
 
 home()
@@ -569,8 +503,8 @@ benchmarks()
 hardware()
 baselines()
 claims()
-standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
-standing += [{"Benchmarks": "benchmarks.md"}]
+leaderboard()
+standing = [{"Leaderboard": "leaderboard.md"}, {"Benchmarks": "benchmarks.md"}]
 mkdocs_gen_files.config["nav"] = [
     {"Home": "index.md"},
     {

@@ -36,16 +36,10 @@ def render_episode(
 ) -> None:
     """Run one episode of at most ``steps`` decisions and show every state after a decision.
 
-    Args:
-        env_id: An id of one of the families.
-        policy: Registered name, or path of a checkpoint or of a run's folder; the family's example
-            by default.
-        steps: Decisions to show; None: `STEPS`, before a picture those of `Report.pictured`.
-        env_kwargs: Arguments of the environment; ``split`` is "eval" by default.
-        seed: Seed of the episode, by default the first one of an evaluation.
-        fps: Frames a second of a GIF or video.
-        out: ``.gif`` or ``.mp4`` for all states, ``.png`` for the last one before the end; None
-            prints text.
+    ``policy`` is a name, or the path of a checkpoint or of a run's folder, by default the family's
+    example; ``steps`` are by default `STEPS`, before a picture `Report.pictured`. ``out`` is a
+    ``.gif`` or ``.mp4`` for all states, a ``.png`` for the last one before the end; None prints
+    text.
 
     Raises:
         ModuleNotFoundError: If moviepy, which writes videos, is not installed.

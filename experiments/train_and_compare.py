@@ -3,21 +3,14 @@
 ``make train`` runs this, about three minutes of two cores. The agent `AGENT` learns in a process of
 its own; this one follows its log and measures the heuristics meanwhile: on the episodes of the
 learning curve, then on those of the evaluation split, which the last policy of the training plays
-in the end. A line tells every 10 s how far it is. The folder, a new one each time, is the run of
-the agent, which ``servegym evaluate``, ``plot`` and ``render`` take, and has besides
-
-- ``first_command.csv``, ``.json``: QoS of each policy at each rate, and what the trained one gains;
-- ``first_command_curve.csv``, ``.json``: QoS on validation episodes from random weights on, by
-  decisions and seconds of a core, and that of the heuristics; ``first_command.png`` shows both;
-- ``training.log``: what the training printed.
-
-Ctrl-C and SIGTERM are passed on to the training, which saves its policy.
+in the end. Ctrl-C and SIGTERM are passed on to the training, which saves its policy.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import shlex
 import shutil
 import signal
@@ -25,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +29,10 @@ from servegym._command_line import interrupt_on_signals, run_main
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_text
-from servegym.experiments.evaluation.stats import over_trainings
-from servegym.experiments.evaluation.tables import note, provenance, write_result
+from servegym.experiments.evaluation.stats import paired_difference, stratified_bootstrap
+from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import as_png, decisions_axis, label_ends, pyplot
+from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.runs import read_metrics
 
 ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.sac_rows"
@@ -100,43 +93,22 @@ def play(policy: str, rate: float, episodes: int, quick: bool) -> Rows:
     return [{**row, "policy": TRAINED if trained else policy, "rate": rate} for row in rows]
 
 
-def end_training(child: subprocess.Popen[bytes], _: object, error: object, *__: object) -> None:
-    """End a training by the signal that ended this program, and wait until its policy is saved."""
-    stopped = isinstance(error, KeyboardInterrupt) and error.args
-    child.send_signal(stopped[0] if stopped else signal.SIGTERM)  # does nothing if it has ended
-    try:
-        child.wait(SAVES_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
-class Progress:
-    """Prints what the training and the heuristics have reached, a line every `EVERY_S` seconds."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.begin, self.printed = steps, time.perf_counter(), -EVERY_S
-
-    def show(self, metrics: Rows, heuristics: Rows, to_come: int) -> None:
-        """Print a line if it is time; ``to_come`` measurements are left."""
-        seconds = time.perf_counter() - self.begin
-        if seconds - self.printed < EVERY_S:
-            return
-        self.printed = seconds
-        text = f"{seconds:.0f} s"
-        if metrics:
-            text += f", {metrics[-1]['global_step']:,} of {self.steps:,} decisions"
-        qos = [row["avg_qos"] for row in learning_curve(metrics)]
-        if qos:
-            text += f"; QoS {qos[-1]:.3f}, at first {qos[0]:.3f}"
-        if heuristics:
-            best = max(heuristics, key=lambda row: row["avg_qos"])
-            text += f"; best heuristic {best['policy']} {best['avg_qos']:.3f}"
-        print(f"{text}; {to_come} left to measure", flush=True)
+def progress(metrics: Rows, heuristics: Rows, steps: int, to_come: int) -> str:
+    """What the training and the heuristics have reached; ``to_come`` measurements are left."""
+    text = ""
+    if metrics:
+        text += f", {metrics[-1]['global_step']:,} of {steps:,} decisions"
+    qos = [row["avg_qos"] for row in learning_curve(metrics)]
+    if qos:
+        text += f"; QoS {qos[-1]:.3f}, at first {qos[0]:.3f}"
+    if heuristics:
+        best = max(heuristics, key=lambda row: row["avg_qos"])
+        text += f"; best heuristic {best['policy']} {best['avg_qos']:.3f}"
+    return f"{text}; {to_come} left to measure"
 
 
 def measure(
-    command: list[str], progress: Progress, run: Path, episodes: int, quick: bool
+    command: list[str], steps: int, run: Path, episodes: int, quick: bool
 ) -> tuple[Rows, Rows]:
     """Train, measure the heuristics meanwhile, then compare: rows of the curve and of `play`.
 
@@ -153,27 +125,41 @@ def measure(
     jobs += [(compared, partial(play, name, r, *how)) for name in names for r in RATES]
     after = [(compared, partial(play, trained, r, *how)) for r in RATES]
     log, metrics = run / "training.log", []
-    with ExitStack() as stack:
-        output = stack.enter_context(log.open("wb"))
+    begin, printed = time.perf_counter(), -EVERY_S
+    with log.open("wb") as output:
         # A group of its own: a terminal's Ctrl-C comes once, from here.
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
         )
-        stack.push(partial(end_training, child))
+    number = signal.SIGTERM
+    try:
         while jobs or after:
             ended = child.poll() is not None
             metrics = read_metrics(run)
             if child.returncode:
                 tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 raise RuntimeError(f"{shlex.join(command)} failed: {tail}")
-            progress.show(metrics, lines, len(jobs) + len(after))
+            if (seconds := time.perf_counter() - begin) - printed >= EVERY_S:
+                text = progress(metrics, lines, steps, len(jobs) + len(after))
+                print(f"{seconds:.0f} s{text}", flush=True)
+                printed = seconds
             if not jobs and not ended:
                 time.sleep(0.5)
                 continue
             rows, job = (jobs or after).pop(0)
             rows += job()
-    progress.printed = -EVERY_S  # the last line is due
-    progress.show(metrics, lines, 0)
+    except KeyboardInterrupt as stopped:
+        number = stopped.args[0]
+        raise
+    finally:
+        child.send_signal(number)  # does nothing if it has ended
+        try:
+            child.wait(SAVES_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    seconds = time.perf_counter() - begin
+    print(f"{seconds:.0f} s{progress(metrics, lines, steps, 0)}", flush=True)
     return learning_curve(metrics) + lines, compared
 
 
@@ -187,12 +173,11 @@ def summarise_comparison(rows: Rows) -> Rows:
         scores.setdefault((row["policy"], row["rate"]), []).append(row["avg_qos"])
     table = []
     for (policy, rate), qos in scores.items():
-        kinds = {"qos": over_trainings([qos])}
-        if policy != TRAINED:
-            kinds["gain"] = over_trainings([scores[TRAINED, rate]], qos)
         row: dict[str, Any] = {"policy": policy, "rate": rate, "episodes": len(qos)}
-        for key, one in kinds.items():
-            row |= {key: one.value, f"{key}_low": one.low, f"{key}_high": one.high}
+        row |= interval_columns("qos", stratified_bootstrap(qos))
+        if policy != TRAINED:
+            gain = paired_difference(scores[TRAINED, rate], qos)
+            row |= interval_columns("gain", gain)
         table.append(row)
     return table
 
@@ -209,36 +194,30 @@ def short(form: str, *values: float) -> list[str]:
     return [f"{value:{form}}".replace("0.", ".", 1) for value in values]
 
 
-def findings(table: Rows, curve: Rows) -> Rows:
+def findings(table: Rows, curve: Rows) -> list[str]:
     """What the trained router gains over the best heuristic, and when its curve passed which."""
     notes = []
     for rate in RATES:
         others = [row for row in table if row["rate"] == rate and row["policy"] != TRAINED]
         best = max(others, key=lambda row: row["qos"])
-        numbers = {key: best[key] for key in ("gain", "gain_low", "gain_high")}
         above, below = best["gain_low"] > 0, best["gain_high"] < 0
         verdict = "above" if above else "below" if below else "not distinguished from"
-        gain, low, high = short("+.4f", *numbers.values())
+        gain, low, high = short("+.4f", *(best[key] for key in ("gain", "gain_low", "gain_high")))
         text = f"at {rate:g}/s trained is {verdict} the best, {best['policy']}: "
-        about = {"rate": rate, "verdict": verdict, "best": best["policy"]}
-        notes.append(note(f"{text}{gain} [{low}, {high}]", **about, **numbers))
+        notes.append(f"{text}{gain} [{low}, {high}]")
     points = [row for row in curve if row["policy"] == TRAINED]
     for row in [row for row in curve if row["policy"] in NAMED]:
         at = next((k for k, p in enumerate(points) if p["avg_qos"] >= row["avg_qos"]), None)
-        about: dict[str, Any] = {"policy": row["policy"], "decisions": None, "cpu_s": None}
-        when = "never"
-        if at is not None:
-            ends = points[max(at - 1, 0)], points[at]
-            about |= {key: [one[key] for one in ends] for key in ("decisions", "cpu_s")}
-            when = "between {:,} and {:,} decisions".format(*about["decisions"])
-            when += " ({:.1f} to {:.1f} CPU s)".format(*about["cpu_s"])
-            when = when if at else "from the first evaluation on"
-        text = f"curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
-        notes.append(note(text, **about))
+        when = "never" if at is None else "from the first evaluation on"
+        if at:
+            ends = points[at - 1], points[at]
+            when = "between {:,} and {:,} decisions".format(*(p["decisions"] for p in ends))
+            when += " ({:.1f} to {:.1f} CPU s)".format(*(p["cpu_s"] for p in ends))
+        notes.append(f"curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}")
     return notes
 
 
-def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None:
+def print_comparison(table: Rows, ceiling: Sequence[float], notes: Sequence[str]) -> None:
     """Print the trained policy and seven heuristics at most, in 100 columns."""
     ranked = list(mean_qos(table))
     best = [name for name in ranked if name != TRAINED][:5]
@@ -254,7 +233,7 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
     below = [
         f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
         "Intervals: over episodes. Ceiling: mean of the best scores.",
-        *(one["text"] for one in notes),
+        *notes,
     ]
     title = f"Average QoS, interquartile mean [95 % interval]; {table[0]['episodes']} episodes"
     print_table(title, ["policy", *heads], body, below)
@@ -299,21 +278,16 @@ def take_folder(out: Path | None, name: str) -> Path:
     """The folder of this run: ``out``, or the first of runs/NAME, runs/NAME_2, ... that is free.
 
     Raises:
-        ValueError: If ``out`` has a training or a comparison already.
+        ValueError: If ``out`` is not empty.
         OSError: If the folder cannot be made.
     """
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        names = ("metrics.jsonl", "*.safetensors", f"{TABLE}*")
-        for file in [one for name in names for one in out.glob(name)]:
-            raise ValueError(f"--out {out} holds a run already ({file.name}); name another folder")
-        return out
-    folder, number = Path("runs", name), 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs", f"{name}_{number}")
-    folder.mkdir(parents=True)
-    return folder
+    if out is None:
+        numbered = (f"{name}_{k}" if k > 1 else name for k in itertools.count(1))
+        out = next(folder for one in numbered if not (folder := Path("runs", one)).exists())
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty; name another folder")
+    return out
 
 
 def announce(steps: int, out: Path) -> None:
@@ -340,14 +314,13 @@ def say_what_is_next(out: Path, seconds: float) -> None:
     print(f"  servegym render --policy {folder}")
 
 
-def say_what_is_left(out: Path) -> None:
-    """Say after a signal what the folder has."""
+def what_is_left(out: Path) -> str:
+    """What the folder has after a signal."""
     policy = out / "last.safetensors"
     if not policy.exists():
-        print(f"interrupted: {out} has no policy yet")
-    else:
-        words = ["servegym", "evaluate", ENV_ID, "--policy", str(policy), "--set", "rate=8"]
-        print(f"interrupted: the policy so far is {policy}, play it with: {shlex.join(words)}")
+        return f"{out} has no policy yet"
+    words = ["servegym", "evaluate", ENV_ID, "--policy", str(policy), "--set", "rate=8"]
+    return f"the policy so far is {policy}, play it with: {shlex.join(words)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -368,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             train_and_compare(args, words)
         except KeyboardInterrupt as signalled:
-            say_what_is_left(args.out)
+            print(f"interrupted: {what_is_left(args.out)}")
             return 128 + signalled.args[0]
     return 0
 
@@ -381,10 +354,10 @@ def train_and_compare(args: argparse.Namespace, words: Sequence[str]) -> None:
     this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
     settings = {"seed": args.seed, "steps": args.steps}
     origin = provenance(this, args.quick, packages=("torch",), settings=settings)
-    progress = Progress(args.steps)
+    begin = time.perf_counter()
     episodes = min(args.episodes, 3) if args.quick else args.episodes
     command = training_command(args.steps, args.seed, args.out)
-    curve, rows = measure(command, progress, args.out, episodes, args.quick)
+    curve, rows = measure(command, args.steps, args.out, episodes, args.quick)
     table = summarise_comparison(rows)
     notes = findings(table, curve)
     ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
@@ -392,7 +365,7 @@ def train_and_compare(args: argparse.Namespace, words: Sequence[str]) -> None:
     write_result(args.out / TABLE, table, origin, notes)
     write_result(args.out / CURVE, curve, origin)
     write_text(args.out / f"{TABLE}.png", plot(curve, table))
-    say_what_is_next(args.out, time.perf_counter() - progress.begin)
+    say_what_is_next(args.out, time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

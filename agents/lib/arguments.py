@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import multiprocessing
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -12,9 +10,8 @@ from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin, g
 
 import tyro
 
-from servegym._checks import LARGEST, real
+from servegym._checks import LARGEST, real, whole
 from servegym._command_line import parse_settings, run_main
-from servegym.agents.lib.run_log import STOPS
 
 
 class Bounds(NamedTuple):
@@ -32,19 +29,6 @@ Weight = Annotated[float, Bounds(0.0, 1e3)]
 Threads = Annotated[int, Bounds(1, 1024)]
 """Types of an agent's numbers, with bounds. A plain ``int`` is a count: from 1, or from a default
 below that, to 10^12. A plain ``float`` is any finite number."""
-
-
-def at_least(name: str, value: int, least: float, most: float = math.inf) -> None:
-    """Refuse a flag that is no whole number, or out of bounds.
-
-    Raises:
-        ValueError: If it is.
-    """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not least <= value <= most:
-        allowed = f"{most:,} or less" if whole and value > most else f"{least} or more"
-        allowed = allowed if whole else f"a whole number, {allowed}"
-        raise ValueError(f"{name}: got {value!r}; it must be {allowed}")
 
 
 @dataclass
@@ -87,7 +71,7 @@ class RunArgs:
             bounds = next((one for one in declared if isinstance(one, Bounds)), None)
             if kind is int:
                 low, high, _ = bounds or Bounds(min(1, default), 10**12)  # pyright: ignore
-                at_least(name, value, low, high)
+                whole(name, value, int(low), high)
             elif kind is float:
                 if several and not value:
                     raise ValueError(f"{name}: got none; give one number or more")
@@ -106,7 +90,7 @@ def grouped_settings(args: Any, size: str) -> dict[str, Any]:
     Raises:
         ValueError: If it is none, or ``set`` has an argument that belongs to the agent.
     """
-    at_least("group_size", args.group_size, 2)
+    whole("group_size", args.group_size, 2)
     if getattr(args, size) % args.group_size:
         value = getattr(args, size)
         raise ValueError(f"{size} is {value}; allowed are multiples of group_size")
@@ -128,11 +112,7 @@ def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
         try:
             train(tyro.cli(args, config=(tyro.conf.FlagConversionOff,)))
         except KeyboardInterrupt as stop:
-            for number in STOPS:
-                signal.signal(number, signal.SIG_DFL)  # another one ends what is left at once
-            for child in multiprocessing.active_children():
-                child.kill()
-            return 128 + getattr(stop, "number", signal.SIGINT)
+            return 128 + (stop.args or (signal.SIGINT,))[0]
         return 0
 
     run_main(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -149,7 +148,6 @@ def evaluate_router(
     rates: Sequence[float],
     episodes: int,
     requests: int,
-    trained: bool = True,
 ) -> dict[str, float]:
     """Average QoS of a router on the same validation episodes each time, and its actions' shares.
 
@@ -161,9 +159,6 @@ def evaluate_router(
     Returns:
         ``eval/avg_qos`` over all rates, ``eval/avg_qos_rate_R`` of every given rate,
         ``eval/share_A`` of every action and ``eval/rule_qos``, the first number of the rule.
-
-    Warns:
-        If one action of a ``trained`` router takes more than 90 %, a collapse.
     """
     arguments = dict(env_kwargs) | {"split": "val", "reward": "completed_qos"}
     arguments |= {"episode_requests": requests, "max_episode_steps": None}
@@ -180,8 +175,6 @@ def evaluate_router(
         outs = [env.step(part) for env, part in zip(envs, parts, strict=True)]
         qos += [out[1].sum() for out in outs]
     shares, qos = shares / shares.sum(), qos / (points[0][1] * requests)
-    if trained and shares.max() > 0.9:
-        warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=3)
     each = zip(points, qos, strict=True)
     result = {f"eval/avg_qos_rate_{p['rate']:g}": float(q) for (p, _), q in each if p}
     result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}

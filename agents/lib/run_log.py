@@ -33,22 +33,10 @@ LOG, SNAPSHOT, ARGUMENTS = "metrics.jsonl", "snapshot.safetensors", "args.json"
 OF_TRAINING = ("reward", "max_episode_steps", "split")  # not of an evaluation's environment
 STOPS = (signal.SIGINT, signal.SIGTERM)
 SNAPSHOT_EVERY_S = 60.0
-PATIENCE_S = 5.0  # from a signal to the next moment at which a run can be saved exactly
+SAID_EVERY_S = 5.0
 EARLY = (2_000, 5_000, 10_000, 20_000, 30_000)
 """Decisions at which routers are evaluated besides: most of what they learn is learned here."""
 Args = TypeVar("Args", bound=Any)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal has ended the run.
-
-    Attributes:
-        number: Of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
 
 
 def interval_passed(every: int, before: int, now: int) -> bool:
@@ -70,7 +58,8 @@ class RunLog:
         saved: The content of the snapshot, in a run that goes on; else None.
         save: Writes the policy as it is to a file, also in a run that is interrupted; the agent
             sets it.
-        status: What the run does, as the lines tell it where no bar can move.
+        step: The decisions so far.
+        sps: Environment steps a second since the (re)start.
         stop: The signal that told the run to end, 0 if none did.
     """
 
@@ -111,28 +100,21 @@ class RunLog:
             import wandb
 
             self.wandb = wandb
-            wandb.init(
-                project=args.wandb_project_name,
-                config=asdict(args),
-                name=self.run.name,
-                dir=str(self.run),
-            )
+            named = {"project": args.wandb_project_name, "name": self.run.name}
+            wandb.init(**named, config=asdict(args), dir=str(self.run))
         self.events = _tensorboard(self.run, self.first)
         self.returns: Any = 0.0
         self.ended: list[float] = []
         self.scored: dict[str, float] = {}
         self.save: Callable[[Path], None] | None = None
-        self.stop, self.hurry, self.written = 0, threading.Timer(PATIENCE_S, _hurry), -math.inf
+        self.stop, self.written = 0, -math.inf
         print(f"{name} writes to {self.run}", flush=True)
-        console = Console()
         columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-        # Without a terminal no bar moves: a thread tells lines, and rich needs none of its own.
+        console = Console()  # where it is no terminal no bar moves, and `advance` prints lines
         self.bar = Progress(*columns, console=console, auto_refresh=console.is_terminal)
         self.task = self.bar.add_task(name, total=args.total_timesteps, completed=self.first)
         self.bar.start()
-        self.status = Status(name, console, self.first)
-        if not console.is_terminal:
-            self.status.start()
+        self.step, self.sps, self.said = self.first, 0.0, time.perf_counter()
         RunLog.current.set(self)
 
     def _arguments(self) -> dict[str, Any]:
@@ -142,37 +124,30 @@ class RunLog:
         return {"agent": agent, "name": self.title, **environment, "args": asdict(self.args)}
 
     @property
-    def phase(self) -> str:
-        """What the agent does, until the next `advance`."""
-        return self.status.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self.status.phase = phase
-
-    @property
     def cpu_s(self) -> float:
         """Processor seconds of the run, without those before its folder was made."""
         before = self.saved["cpu_s"] if self.saved else 0.0
         return before + time.process_time() - self.begin_cpu
 
     def advance(self, step: int) -> float:
-        """Show the step on the bar; returns environment steps a second since the (re)start."""
-        sps = (step - self.first) / (time.perf_counter() - self.begin)
-        self.status.phase, self.status.step, self.status.sps = "running", step, sps
-        self.bar.update(self.task, completed=step, description=f"{self.title} {sps:.1f} SPS")
-        return sps
+        """Show the step, without a terminal every few seconds; returns `sps`."""
+        now = time.perf_counter()
+        self.step, self.sps = step, (step - self.first) / (now - self.begin)
+        self.bar.update(self.task, completed=step, description=f"{self.title} {self.sps:.1f} SPS")
+        if not self.bar.console.is_terminal and now - self.said > SAID_EVERY_S:
+            self.say(f"{self.title}: step {step}, {self.sps:.1f} SPS")
+        return self.sps
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.status.printed += 1
+        self.said = time.perf_counter()
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def say_score(
         self, step: int, metric: str, score: float, rule: tuple[str, float] | None = None
     ) -> None:
         """Print an evaluation, and what a rule has in the same episodes; the next row has both."""
-        self.status.step = step
+        self.step = step
         beside = f" ({rule[0]} {rule[1]:.4f})" if rule is not None else ""
         self.say(f"step {step}: evaluation, {metric} {score:.4f}{beside}")
         self.scored = {"eval/score": score}
@@ -228,9 +203,9 @@ class RunLog:
         minute, at first and last and after a signal; there is none without ``--save_model``.
 
         Raises:
-            Interrupted: If a signal came.
+            KeyboardInterrupt: With its number, if a signal came.
         """
-        self.status.step = step
+        self.step = step
         ended = self.stop or step >= self.args.total_timesteps
         if self.args.save_model and (
             ended or self.written + SNAPSHOT_EVERY_S < time.perf_counter()
@@ -247,14 +222,12 @@ class RunLog:
             save_snapshot(self.run / SNAPSHOT, self.title, self.args, content)
             self.written = time.perf_counter()
         if self.stop:
-            raise Interrupted(self.stop)
+            raise KeyboardInterrupt(self.stop)
 
     def close(self, ended: str = "") -> None:
         """Close the log, the bar, wandb's run and the threads, once; says how it ended."""
         if self.file.closed:
             return
-        self.hurry.cancel()
-        self.status.close()
         self.bar.stop()
         with naming(self.run / LOG):
             self.file.close()
@@ -268,14 +241,14 @@ class RunLog:
 
     def interrupted(self) -> None:
         """Save the policy as it is, and close."""
-        with _no_signals():
+        with _handling(signal.SIG_IGN):
             if self.args.save_model and self.save is not None:
                 self.save(self.run / "last.safetensors")
             again = ""
             if (self.run / SNAPSHOT).exists():
                 name = shlex.quote(self.args.run_name or self.run.name)
                 again = f" (it goes on with the same flags, --resume True --run_name {name})"
-            self.close(f"interrupted after step {self.status.step}{again}; ")
+            self.close(f"interrupted after step {self.step}{again}; ")
 
     def _what_there_is(self) -> str:
         """The checkpoint, and the command that evaluates it."""
@@ -292,40 +265,10 @@ class RunLog:
         return f"checkpoint {path}, evaluate it with: {command}"
 
 
-class Status(threading.Thread):
-    """What a run does, and the thread that prints it every few seconds if nothing else was.
-
-    It holds nothing of the run: what a thread drops while the interpreter ends, such as the last
-    reference to a tensor, ends the process. It ends with `close`, or with the main thread.
-    """
-
-    def __init__(self, title: str, console: Console, step: int) -> None:
-        super().__init__(name="servegym-status")
-        self.title, self.console = title, console
-        self.phase, self.step, self.sps, self.printed = "running", step, 0.0, 0
-        self.closing = threading.Event()
-
-    def run(self, every_s: float = 5.0) -> None:
-        """Print until `close`."""
-        before = -1
-        while not self.closing.wait(every_s) and threading.main_thread().is_alive():
-            if self.printed == before:
-                text = f"{self.title}: {self.phase}, step {self.step}, {self.sps:.1f} SPS"
-                self.console.print(text, markup=False, highlight=False)
-            before = self.printed
-
-    def close(self) -> None:
-        """End the thread and wait for its end."""
-        self.closing.set()
-        if self.is_alive():
-            self.join()
-
-
 def saves_when_interrupted(train: Callable[[Args], Path]) -> Callable[[Args], Path]:
     """A training that checks its arguments, closes its log however it ends, and saves on a signal.
 
-    SIGINT (Ctrl-C) and SIGTERM end it at the next `RunLog.snapshot`, or at once where that is more
-    than `PATIENCE_S` away or a second one comes.
+    SIGINT (Ctrl-C) and SIGTERM end it at the next `RunLog.snapshot`, a second one at once.
     """
 
     @functools.wraps(train)
@@ -363,23 +306,12 @@ def _handling(handler: Any) -> Iterator[None]:
             signal.signal(number, other)
 
 
-def _no_signals() -> Any:
-    """The signals are ignored meanwhile."""
-    return _handling(signal.SIG_IGN)
-
-
 def _stop(number: int, _: Any) -> None:
-    """Tell the run to end where it can be saved exactly, in `PATIENCE_S` at most."""
+    """Tell the run to end where it can be saved exactly, at a second signal at once."""
     log = RunLog.current.get()
     if log is None or log.stop:
-        raise Interrupted(log.stop if log else number)
+        raise KeyboardInterrupt(log.stop if log else number)
     log.stop = number
-    log.hurry.start()
-
-
-def _hurry() -> None:
-    """What `_stop` does at a second signal."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _tensorboard(run: Path, first: int) -> Any:

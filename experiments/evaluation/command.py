@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from servegym._checks import whole
-from servegym._command_line import parse_settings
-from servegym.experiments.evaluation.output import check_writable, write_rows
+from servegym._command_line import add_settings, parse_settings
+from servegym.experiments.cli import command_parser
+from servegym.experiments.evaluation.output import check_writable, write_csv, write_json
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym evaluate",
-        description="Compare policies on the same episodes (split eval unless --set split=...).",
-    )
+    parser = command_parser("evaluate")
     add = parser.add_argument
     add("env_id", metavar="ENV_ID", help="id of an environment, see `servegym list`")
     text = "policy by name, or the path of a checkpoint, .py or SB3 .zip file; repeatable"
@@ -26,8 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "seed of the first episode; episode i has seed + i. Default: 100000, or with a .py or "
     text += ".zip file one that nobody knew before"
     add("--seed", type=int, help=text)
-    text = "argument of the environment, key=value; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    add_settings(parser, "the environment (split eval unless set)")
     add("--num-envs", type=int, help="episodes run side by side (default: up to 16)")
     text = "repeat in so many draws of the profiles' errors (%(default)s)"
     add("--profile-draws", type=int, default=0, help=text)
@@ -53,29 +50,25 @@ def main(argv: Sequence[str]) -> None:
     from servegym.agents.lib.parallel import Workers
     from servegym.experiments.evaluation.evaluate import evaluate, print_summary
     from servegym.experiments.evaluation.guest import Guests
-    from servegym.experiments.evaluation.profile_draws import evaluate_draws, print_draws
+    from servegym.experiments.evaluation.profile_draws import drawn_worlds, evaluate_in, print_draws
 
+    worlds = drawn_worlds(options.env_id, settings, draws) if draws else []
     workers = Workers(ray=options.ray)
     shared: dict[str, Any] = {
         "episodes": options.episodes,
         "num_envs": options.num_envs,
-        "env_kwargs": settings,
         "executor": _with_progress(workers) if sys.stderr.isatty() else workers,
         "guests": Guests(options.time_limit, options.in_process),
     }
-    rows = evaluate(options.env_id, options.policy, seed=options.seed, **shared)
-    drawn: list[dict[str, Any]] = []
-    if draws:
-        # The same episodes in every draw, also where their seed was made up; not for guests.
-        first = min(row["seed"] for row in rows)
-        apart = any(row["source"] == "guest" for row in rows)
-        names = options.policy
-        drawn = evaluate_draws(options.env_id, names, draws, seed=first, apart=apart, **shared)
+    first = {"seed": options.seed, "env_kwargs": settings}
+    rows = evaluate(options.env_id, options.policy, **first, **shared)
+    drawn = evaluate_in(worlds, rows, options.env_id, options.policy, **shared)
     workers.close()
     if options.out is not None:
         plain = [{"profile_draw": "none", **row} for row in rows] if drawn else rows
-        write_rows(options.out, [*plain, *drawn])
-    print_summary(rows, rows.logs, every=options.all)
+        write = write_json if options.out.suffix.lower() == ".json" else write_csv
+        write(options.out, [*plain, *drawn])
+    print_summary(rows, every=options.all)
     if drawn:
         print_draws(rows, drawn)
 

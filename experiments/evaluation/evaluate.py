@@ -187,7 +187,7 @@ def evaluate_block(
                     "seed": seed + episode,
                     "episode": episode,
                     **kpis,
-                    **report_of(family).episode_statistics(total, log, envs.unwrapped.problem),
+                    **report_of(family).episode_statistics(log, envs.unwrapped.problem),
                     "return": total if same_reward else math.nan,
                     "clairvoyant": policy.clairvoyant,
                     "source": policy.source,
@@ -204,10 +204,9 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Returns:
         ``policy``, ``clairvoyant``, ``source``, ``episodes``, the family's headline (routing:
-        ``avg_qos``) as an `Interval` of the interquartile mean with its stratified-bootstrap 95 %
-        interval, its plain mean (routing: ``mean_qos``), and the mean over episodes of every other
-        number. A mean leaves out the episodes where the number is undefined and is NaN where it is
-        undefined in all of them.
+        ``avg_qos``) as an `Interval` of the interquartile mean with its bootstrap 95 % interval,
+        and the mean over episodes of every other number. A mean leaves out the episodes where the
+        number is undefined and is NaN where it is undefined in all of them.
     """
     report, summaries = report_of(family_of(rows[0]["env_id"])), []
     by_policy: dict[str, list[Mapping[str, Any]]] = {}
@@ -221,7 +220,6 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "source": first["source"],
             "episodes": len(episodes),
             report.headline: stratified_bootstrap(headline, iqm),
-            report.mean_key: float(np.mean(headline)),
         }
         for key, value in first.items():
             if key in summary or key in ("seed", "episode") or not isinstance(value, float | int):
@@ -233,32 +231,10 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return summaries
 
 
-def rank_disagreements(
-    summaries: Sequence[Mapping[str, Any]], key: str = "mean_qos", higher_is_better: bool = True
-) -> list[str]:
-    """Policies whose rank by mean return differs from the rank by the mean headline number.
-
-    A reward that orders policies otherwise than the measured quality trains towards the wrong
-    thing; policies without a comparable return are left out.
-    """
-    sign = -1.0 if higher_is_better else 1.0
-    compared = [s for s in summaries if math.isfinite(s["return"])]
-    by_quality = sorted(compared, key=lambda s: sign * s[key])
-    by_return = sorted(compared, key=lambda s: -s["return"])
-    return [s["policy"] for s in compared if by_quality.index(s) != by_return.index(s)]
-
-
-def print_summary(
-    rows: Sequence[Mapping[str, Any]],
-    logs: Mapping[str, Sequence[NDArray[Any]]] | None = None,
-    every: bool = False,
-) -> None:
+def print_summary(rows: Sequence[Mapping[str, Any]], every: bool = False) -> None:
     """Print the comparison of the rows of `evaluate`: one table of the metrics that decide.
 
-    Args:
-        rows: What `evaluate` returned.
-        logs: Their request logs; they add the mean over requests with its interval to every metric.
-        every: All metrics, the return, and the share of each expert.
+    With ``every`` it has all metrics, the return, and the share of each expert.
     """
     summaries, first = summarise(rows), rows[0]
     report, arguments = report_of(family_of(first["env_id"])), json.loads(first["env_kwargs"])
@@ -266,25 +242,10 @@ def print_summary(
         "policy": [_label(s) for s in summaries],
         report.heading: [_interval(s[report.headline]) for s in summaries],
     }
-    notes = list(report.notes)
-    by_request = {
-        name: interval
-        for name, episodes in (logs or {}).items()
-        if every and (interval := report.request_interval(episodes, arguments)) is not None
-    }
-    if by_request:
-        columns[f"mean {report.heading}"] = [_interval(by_request[s["policy"]]) for s in summaries]
-        notes.append(
-            f"mean {report.heading}: over all requests [95 % interval over episodes and prompts]."
-        )
     for column in report.shown(every):
         columns[column.title] = [column.text(s[column.key]) for s in summaries]
     if every:
-        disagree = rank_disagreements(summaries, report.mean_key, report.higher_is_better)
-        returns = (number(s["return"], 1) + "*" * (s["policy"] in disagree) for s in summaries)
-        columns["return"] = list(returns)
-        if disagree:
-            notes.append(f"* ranked differently by return than by {report.heading}.")
+        columns["return"] = [number(s["return"], 1) for s in summaries]
     body = [list(row) for row in zip(*columns.values(), strict=True)]
     if "ceiling" in first:
         ceiling = number(float(np.mean([row["ceiling"] for row in rows])), 3)
@@ -292,7 +253,7 @@ def print_summary(
     settings = ", ".join(f"{k}={v}" for k, v in arguments.items())
     seeds = sorted({row["seed"] for row in rows})
     title = f"{first['env_id']} ({settings}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
-    print_table(title, list(columns), body, notes)
+    print_table(title, list(columns), body, report.notes)
     shares = [key for key in summaries[0] if key.startswith("share_")]
     if shares and every:
         heads = ["policy", *(key.removeprefix("share_") for key in shares)]

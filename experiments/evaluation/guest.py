@@ -37,7 +37,7 @@ import numpy as np
 from gymnasium.spaces import Dict
 from numpy.typing import NDArray
 
-from servegym.baselines.policy_file import PolicyError, policy_from_file
+from servegym.baselines.policy_file import PolicyError, failed_in_file, policy_from_file
 from servegym.baselines.protocol import Observation, Policy
 from servegym.experiments.evaluation.play import GUEST, EvaluatedPolicy
 
@@ -368,7 +368,8 @@ def serve(descriptor: int) -> None:
                     is_file = isinstance(made_from, dict)
                     policy = policy_from_file(**made_from) if is_file else made_from
                 answer = json.dumps(_answer(policy, request, argument))
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit) as raised:
+                error = failed_in_file(raised, policy) or raised
                 if not isinstance(error, ValueError):
                     traceback.print_exc()
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -1,18 +1,8 @@
 """The standard evaluation of every environment family: all policies at the same few points.
 
-``servegym leaderboard`` prints the saved results; ``--run`` makes or completes them, and
-``--policy NAME_OR_FILE`` adds another policy. A policy is evaluated on the eval split with the
-evaluator's own seeds, so that all rows are about the same episodes; a guest, whose author knows
-those, gets seeds that nobody knew before, and so does the baseline that ``--at-least NAME``
-compares it with. They differ from point to point, and ``--seed`` repeats them all. Every table says
-what it holds fixed. ``--quick`` is for presubmits: fewer and shorter episodes, cheap baselines
-only, nothing saved.
-
-With ``--at-least NAME`` 64 episodes are played, and a new policy is "not below" NAME at a point
-where `servegym.experiments.evaluation.stats.noninferiority` passes the paired differences in the
-headline number with a margin of 2 % of NAME's mean; ``--rare SHARE`` plays as many episodes as show
-a loss in that share of them. The exit status is 1 where it is below, 3
-where that is not told.
+A policy is evaluated on the eval split with the evaluator's own seeds, so that all rows are about
+the same episodes; a guest, whose author knows those, gets seeds that nobody knew before.
+``--at-least NAME`` compares policies with a baseline instead, on `ENOUGH` such episodes.
 """
 
 from __future__ import annotations
@@ -25,6 +15,8 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,15 +28,27 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.agents.lib.parallel import SERIAL, Executor, Workers
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
-from servegym.envs.families import Family, family_named
+from servegym.envs.families import Family, family_named, family_of
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation import tables
-from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
+from servegym.experiments.evaluation.evaluate import (
+    Results,
+    derived_seed,
+    evaluate,
+    fresh_seed,
+    summarise,
+)
 from servegym.experiments.evaluation.guest import APART, Guests
-from servegym.experiments.evaluation.output import print_table, read_rows
+from servegym.experiments.evaluation.output import print_table, read_rows, write_csv
 from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
-from servegym.experiments.evaluation.stats import enough_for, noninferiority, unseen_losses
+from servegym.experiments.evaluation.stats import (
+    ENOUGH,
+    Interval,
+    noninferiority,
+    unseen_losses,
+)
 
 BOARD = Path("experiments/results/leaderboard.csv")
 SHIPPED_BOARD = Path(__file__).parents[1] / "results" / "leaderboard.csv"
@@ -94,60 +98,42 @@ SLOW = {
     "grid_optimum": 4,
     "best_start": 5,
 }
-"""Policies that are slow, by their most episodes, or those of one family; not in ``--quick``."""
+"""Policies that are slow, by their most episodes, or those of one family."""
 
-Job = tuple[Point, str, bool, int]
-"""Arguments of `measure`."""
-
-QUICK_EPISODES = 4
 MARGIN = 0.02
 """Share of the mean of ``--at-least`` that a guest may lose."""
 UNSEEN = ", unseen prompts"
-"""Ends the name of a routing point whose prompts are drawn anew, see `compare_guests`."""
+"""Ends the name of a routing point whose prompts are drawn anew."""
 
 
-def policies_for(point: Point, quick: bool = False) -> list[str]:
+def policies_for(point: Point) -> list[str]:
     """Every baseline (aliases left out) and shipped checkpoint of a point's family."""
     family = point.family
     names = [info.name for info in list_policies(family.name) if info.alias_of is None]
     trained = list(shipped(family.name))
     if family is _PLACEMENT:  # the agent's name takes the file of the cluster
         trained = [name for name in trained if name in AGENTS]
-    return [name for name in names if not (quick and name in SLOW)] + trained
+    return names + trained
 
 
 def measure(
     point: Point,
     policy: str | Policy,
-    quick: bool = False,
     seed: int = DEFAULT_SEED,
     guests: Guests = APART,
     executor: Executor = SERIAL,
 ) -> dict[str, Any]:
     """The row of a policy at a point; other arguments as `evaluate` takes them.
 
-    Args:
-        point: The table.
-        policy: What `evaluate` takes.
-        quick: On shorter episodes.
-        seed: Of the first episode.
-        guests: How guests run.
-        executor: Where episodes run; seconds of processors elsewhere are not counted.
-
-    Returns:
-        ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
-        or one of these clairvoyant), the headline number's name, interquartile mean and 95 %
-        interval, the family's other columns, episodes, the first one's seed, the settings (JSON),
-        processor seconds with those of a guest's process, versions and date; and ``scores``, the
-        headline number of each episode, which is not saved.
+    Its ``kind`` is baseline, clairvoyant, checkpoint, guest, guest in process, or one of these
+    clairvoyant; ``cpu_s`` are the processor seconds of this machine, with those of a guest.
     """
     family, report = point.family, report_of(point.family)
     most = SLOW.get(f"{family.group} {policy}", SLOW.get(str(policy), 10**9))
     episodes = min(point.episodes, most)
     begin = _processor_s()
-    kwargs = {**point.env_kwargs, **(point.quick if quick else {})}
     how: dict[str, Any] = {"executor": executor, "guests": guests}
-    rows = evaluate(family.env_id, [policy], episodes, seed, kwargs, **how)
+    rows = evaluate(family.env_id, [policy], episodes, seed, point.env_kwargs, **how)
     spent = _processor_s() - begin
     (summary,) = summarise(rows)
     kind = "guest" if summary["source"] == PACKAGE else summary["source"]
@@ -175,7 +161,6 @@ def measure(
         "cpu_s": round(spent, 1),
         "servegym": tables.versions()["serve-gym"],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "scores": [episode[report.headline] for episode in rows],
     }
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
 
@@ -209,26 +194,20 @@ def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str,
     return sorted(rows, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
 
 
-def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
-    low, high = row["low"], row["high"]
-    policy, kind = row["policy"], row["kind"]
-    plain = kind in ("baseline", "checkpoint")
-    cells = [policy, kind] if every else [policy if plain else f"{policy} ({kind})"]
-    cells.append(f"{row['value']:.3f} [{low:.3f}, {high:.3f}]")
-    for column in report_of(point.family).shown(every):
-        cells.append(column.text(row.get(column.key, math.nan)))
-    if not every:
-        return cells
-    seeds = f"{row['seed']}..{row['seed'] + row['episodes'] - 1}" if "seed" in row else ""
-    return [*cells, str(row["episodes"]), seeds or "not recorded"]
-
-
-def _headings(point: Point, every: bool) -> list[str]:
-    report = report_of(point.family)
-    columns = [column.title for column in report.shown(every)]
+def _cells(row: Mapping[str, Any], point: Point, every: bool) -> dict[str, str]:
+    """A row of a printed table, by its headings."""
+    report, policy, kind = report_of(point.family), row["policy"], row["kind"]
+    plain = every or kind in ("baseline", "checkpoint")
+    cells = {"policy": policy if plain else f"{policy} ({kind})"}
     if every:
-        return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
-    return ["policy", report.heading, *columns]
+        cells["kind"] = kind
+    cells[report.heading] = f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+    for column in report.shown(every):
+        cells[column.title] = column.text(row.get(column.key, math.nan))
+    if every:
+        seeds = f"{row['seed']}..{row['seed'] + row['episodes'] - 1}" if "seed" in row else ""
+        cells |= {"episodes": str(row["episodes"]), "seeds": seeds or "not recorded"}
+    return cells
 
 
 def _settings(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -268,16 +247,16 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
         best_first = ranked(rows, point)
         if not best_first:
             continue
-        headings = ["", *_headings(point, every=False)[:2]]
         plain = {"random", report_of(point.family).naive_policy}
         shown = [
-            [str(rank), *_cells(row, point, every=False)[:2]]
+            {"": str(rank), **_cells(row, point, every=False)}
             for rank, row in enumerate(best_first, 1)
             if rank <= best or row["policy"] in plain
         ]
+        headings = list(shown[0])[:3]
         lines += [f"## {point.name}", "", f"`{point.family.env_id}`. {_settings(best_first)}", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
+        lines += ["| " + " | ".join([cells[k] for k in headings]) + " |" for cells in shown] + [""]
     return "\n".join(lines)
 
 
@@ -289,26 +268,24 @@ def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bo
             cells = [_cells(row, point, every) for row in best_first]
             arguments = ", ".join(f"{k}={v}" for k, v in point.env_kwargs.items())
             title = f"{point.name}: {point.family.env_id}, {arguments or 'default arguments'}"
-            print_table(title, _headings(point, every), cells, notes)
+            print_table(title, list(cells[0]), [list(line.values()) for line in cells], notes)
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="servegym leaderboard", description=description)
+    parser = command_parser("leaderboard")
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = parser.add_argument
     add("--run", action="store_true", help="evaluate what has no row yet")
     add("--again", action="store_true", help="evaluate what has a row, too")
     add("--all", action="store_true", help="print every metric")
-    add("--quick", action="store_true", help="short and not saved, for presubmits")
     text = f"which tables (all: {' '.join(point.name for point in POINTS)}; those of the family "
     text += "that knows the names of --policy and --at-least)"
     add("--point", metavar="NAME", help=text, **several)
     text = "only these: names, checkpoints, .py files with act(), or .zip files that SB3 saved"
     add("--policy", default=[], metavar="NAME_OR_FILE", help=text, **several)
-    add("--at-least", metavar="NAME", help="a baseline that guests must not be below")
-    text = "with --at-least: share of episodes in which a loss has to show (.046, of 64 episodes)"
-    add("--rare", type=float, metavar="SHARE", help=text)
+    text = "a baseline that policies must not be below; then nothing is saved"
+    add("--at-least", metavar="NAME", help=text)
+    add("--quick", action="store_true", help="with --at-least: short episodes")
     text = f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)"
     add("--seed", type=int, help=text)
     add("--in-process", action="store_true", help="trust policy files: no process of their own")
@@ -324,101 +301,92 @@ def main(argv: Sequence[str]) -> int:
     """Command line; see ``servegym leaderboard --help``.
 
     Returns:
-        0; 1 if a guest is below ``--at-least`` at a point, or clairvoyant; 3 if that is not told.
+        0; 1 if a policy is below ``--at-least`` at a point, or clairvoyant; 3 if that is not told.
     """
     args = _parser().parse_args(argv)
+    points, guests = _chosen_points(args), Guests(args.time_limit, args.in_process)
     workers = Workers(ray=args.ray)
-    points = _chosen_points(args)
+    if args.at_least:
+        with closing(workers):
+            return _compare(args, points, guests, workers)
     board = args.out or BOARD
     saved = read_board(board if board.is_file() else SHIPPED_BOARD)
-    if not (args.run or args.quick or args.policy):
+    if not (args.run or args.policy):
         if not saved:
             raise ValueError(f"there are no results in {board}; --run makes them")
         _print(saved, points, args.all)
         return 0
-    table, on_board = tables.Table(board, ("point", "policy"), load=False), saved
-    saved = [] if args.quick else saved
-    repeated = args.seed is not None
-    how = Guests(args.time_limit, args.in_process)
-    jobs = _missing_jobs(args, points, saved)
+    known = {name for point in points for name in policies_for(point)}
+    theirs = [name for name in dict.fromkeys(args.policy) if name not in known]
+    _check_guests(theirs, points, guests)
+    seed = DEFAULT_SEED if args.seed is None else args.seed
+    root = fresh_seed() if args.seed is None else args.seed
+    jobs = []
+    for point in points:
+        named = [name for name in dict.fromkeys(args.policy) if name in known]
+        done = set() if args.again or args.seed is not None else _current(saved, point)
+        wanted = named if args.policy else policies_for(point)
+        jobs += [(point, name, seed) for name in wanted if name not in done]
+    last = [(point, name, derived_seed(root, point.name)) for name in theirs for point in points]
     by_job: dict[int, dict[str, Any]] = {}
-    measured: list[dict[str, Any]] = []
 
-    def save(rows: Iterable[Mapping[str, Any]]) -> None:
-        if not args.quick:
-            table.rows = list(saved)
-            table.update(
-                {key: row[key] for key in row if key != "scores"}
-                for row in rows
-                if _is_for_the_board(row)
-            )
+    def save(of_seed: int | None = None) -> list[Mapping[str, Any]]:
+        measured = [row for _, row in sorted(by_job.items()) if of_seed in (None, row["seed"])]
+        rows = _merged(saved, measured)
+        if measured:
+            board.parent.mkdir(parents=True, exist_ok=True)
+            write_csv(board, rows)
+        return rows
+
+    def play() -> Iterator[tuple[int, dict[str, Any]]]:
+        titles = [f"{policy} at {point.name}" for point, policy, _ in jobs]
+        yield from workers(measure, jobs, titles)
+        # A guest's file lies on this machine, and it has a process an episode: those are spread.
+        for index, job in enumerate(last, len(jobs)):
+            yield index, measure(*job, guests, workers)
 
     try:
-        for index, row in _measured(jobs, workers, how):
+        for index, row in play():
             by_job[index] = row
-            measured = [row for _, row in sorted(by_job.items())]
             print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
             # A run that is stopped leaves the rows so far, in the jobs' order; while guests play
             # no seed of theirs is written or printed.
-            save(row for row in measured if row["seed"] == DEFAULT_SEED)
+            save(DEFAULT_SEED)
     finally:
         workers.close()
-        save(measured)
-        if args.seed is not None and not repeated:
-            print(f"The guests' episodes are drawn from --seed {args.seed}.")
-    if not args.quick:
-        if measured:
-            command = shlex.join(["servegym", "leaderboard", *argv])
-            settings = {} if args.seed is None else {"seed": args.seed}
-            tables.write_record(board, tables.provenance(command, settings=settings))
-        print(f"{board} ({tables.machine()['cpu']})")
-    _print(measured if args.quick else table.rows or saved, points, args.all)
-    if not args.at_least:
-        return 0
-    compared = compare_guests(measured, points, args.at_least, on_board, args.rare)
-    return _print_comparison(compared, args)
+        rows = save()
+        if theirs and args.seed is None:
+            print(f"The guests' episodes are drawn from --seed {root}.")
+    if by_job:
+        command = shlex.join(["servegym", "leaderboard", *argv])
+        settings = {"seed": root} if theirs or args.seed is not None else {}
+        tables.write_record(board, tables.provenance(command, settings=settings))
+    print(f"{board} ({tables.machine()['cpu']})")
+    _print(rows, points, args.all)
+    return 0
 
 
-def _measured(
-    jobs: Sequence[Job], workers: Workers, guests: Guests
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of jobs as they end, with the numbers of these; guests come last in ``jobs``."""
-    own = [job for job in jobs if job[1] in policies_for(job[0])]
-    theirs = jobs[len(own) :]
-    for point, policy, *_ in theirs:  # one that cannot be made ends the command before any work
+def _check_guests(policies: Iterable[str], points: Iterable[Point], guests: Guests) -> None:
+    """Make every guest once: one that cannot be made ends the command before any work."""
+    for policy, point in product(policies, points):
         problem = problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs})
         resolve(policy, problem, point.family, guests=guests).close()
-    yield from workers(measure, own, [f"{policy} at {point.name}" for point, policy, *_ in own])
-    # A guest's file lies on this machine, and it has a process an episode: those are spread.
-    for index, job in enumerate(theirs, len(own)):
-        yield index, measure(*job, guests, workers)
 
 
-def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> int:
-    """Print the verdict on each guest; the exit status."""
-    verdicts = {"passed": "not below", "failed": "below", "not told": "not told to be as good as"}
-    for guest in guests:
-        gain, verdict = guest["gain"], verdicts[guest["verdict"]]
-        print(
-            f"{guest['point']}: {guest['policy']} is "
-            f"{'clairvoyant: no match for' if guest['clairvoyant'] else verdict} "
-            f"{args.at_least} ({guest['episodes']} episodes, plain mean of paired differences "
-            f"{100 * gain.value:+.1f} % [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}])"
-        )
-        if guest["suspect"]:
-            print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")
-    if passed := [guest["episodes"] for guest in guests if guest["verdict"] == "passed"]:
-        print(unseen_losses(min(passed)))
-    if any(guest["verdict"] == "failed" or guest["clairvoyant"] for guest in guests):
-        return 1
-    return 3 if any(guest["verdict"] == "not told" for guest in guests) else 0
+def _merged(
+    saved: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The board's rows with further ones, in the place of those that had their point and policy.
 
-
-def _is_for_the_board(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a guest's, or one of the episodes that all the others have."""
-    if row["point"].endswith(UNSEEN):
-        return False
-    return "guest" in row["kind"] or row["seed"] == DEFAULT_SEED
+    The board has guests' rows, and of others those of the episodes that all have.
+    """
+    new = {
+        (row["point"], row["policy"]): row
+        for row in rows
+        if "guest" in row["kind"] or row["seed"] == DEFAULT_SEED
+    }
+    kept = [new.pop((row["point"], row["policy"]), row) for row in saved]
+    return [*kept, *new.values()]
 
 
 def _chosen_points(args: argparse.Namespace) -> list[Point]:
@@ -440,13 +408,13 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
                 f"policy names {', '.join(named)}, which no one family knows all of; "
                 "compare them family by family"
             )
-    if args.rare is not None and not args.at_least:
-        raise ValueError("rare needs --at-least: what is compared on so many episodes")
     if args.at_least:
         for point in points:
             choose("at-least", args.at_least, policies_for(point))
         if not args.policy:
             raise ValueError("at-least needs --policy: what is to be compared with it")
+    elif args.quick:
+        raise ValueError("quick needs --at-least: rows of the board are of whole episodes")
     for point in points:
         for policy in args.policy:
             if not (Path(policy).exists() or policy in policies_for(point)):
@@ -454,40 +422,15 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
     return points
 
 
-def _missing_jobs(
-    args: argparse.Namespace, points: Sequence[Point], saved: Sequence[Mapping[str, Any]]
-) -> list[Job]:
-    """Arguments of `measure` for the rows that are missing, or asked for again; guests come last.
-
-    Guests are always measured: a file may have changed. A baseline that they are compared with is
-    measured on their episodes, which are others at every point.
-    """
-    names = {name for point in points for name in policies_for(point)}
-    guests = set(args.policy) - names
-    seed = root = DEFAULT_SEED if args.seed is None else args.seed
-    repeated = args.seed is not None
-    if guests and not repeated:
-        args.seed = root = fresh_seed()
-    jobs: list[Job] = []
-    for point in points:
-        chosen = [args.at_least] if args.at_least else []
-        if not chosen and (args.quick or not args.policy):
-            chosen = policies_for(point, args.quick)
-        episodes = QUICK_EPISODES if args.quick else point.episodes
-        point = point._replace(episodes=enough_for(args.rare) if args.at_least else episodes)
-        played = [point]
-        if args.at_least and point.family is _ROUTING:
-            played.append(_unseen(point, root))
-        done = set()
-        if seed == DEFAULT_SEED and not args.again:
-            done = {row["policy"] for row in saved if _is_current(row, point)}
-        for name in dict.fromkeys([*chosen, *args.policy]):
-            compared = args.quick or name in guests or name == args.at_least
-            for at in played if compared or name not in done else ():
-                apart = guests and (compared or repeated)
-                first = derived_seed(root, at.name) if apart else seed
-                jobs.append((at, name, args.quick, first))
-    return sorted(jobs, key=lambda job: job[1] in guests)
+def _current(rows: Iterable[Mapping[str, Any]], point: Point) -> set[str]:
+    """The policies of saved rows of a point as the point is today, as far as a row tells."""
+    kwargs = json.loads(json.dumps(dict(point.env_kwargs)))
+    found = set()
+    for row in (row for row in rows if row["point"] == point.name):
+        settings = json.loads(row.get("settings", "{}"))
+        if all(settings.get(key, value) == value for key, value in kwargs.items()):
+            found.add(row["policy"])
+    return found
 
 
 def _unseen(point: Point, seed: int) -> Point:
@@ -498,58 +441,61 @@ def _unseen(point: Point, seed: int) -> Point:
     return point._replace(name=name, env_kwargs={**kwargs, **fresh})
 
 
-def _is_current(row: Mapping[str, Any], point: Point) -> bool:
-    """Whether a saved row is of a point as the point is today, as far as the row tells."""
-    settings = json.loads(row.get("settings", "{}"))
-    kwargs = json.loads(json.dumps(dict(point.env_kwargs)))
-    return row["point"] == point.name and all(
-        settings.get(key, value) == value for key, value in kwargs.items()
-    )
+def _compare(
+    args: argparse.Namespace, points: Sequence[Point], guests: Guests, executor: Executor
+) -> int:
+    """Play policies and the baseline ``--at-least`` on the same episodes; the exit status.
 
-
-def compare_guests(
-    rows: Sequence[Mapping[str, Any]],
-    points: Sequence[Point],
-    at_least: str,
-    saved: Sequence[Mapping[str, Any]] = (),
-    rare: float | None = None,
-) -> list[dict[str, Any]]:
-    """Every guest against the baseline ``at_least``, point by point.
-
-    ``rows`` are those of `measure`, at a routing point also with prompts that the guest cannot
-    have; ``saved`` those of the leaderboard, for the best of the clairvoyant policies; ``rare``
-    that of `noninferiority`.
-
-    Returns:
-        ``point``, ``policy``, ``episodes`` of both, ``gain`` (the mean of the guest's differences
-        to the baseline, as a share of the baseline's mean, with its interval), the ``verdict`` of
-        `noninferiority`, ``clairvoyant``, and ``suspect``: the name of a clairvoyant policy whose
-        interval the guest's value reaches, or "".
+    The episodes are others at every point, and at a routing point also played with prompts that a
+    guest cannot have.
     """
-    compared = []
+    root = fresh_seed() if args.seed is None else args.seed
+    played: list[Point] = []
     for point in points:
-        higher = report_of(point.family).higher_is_better
-        best = next((r for r in ranked(saved, point) if r["kind"] == "clairvoyant"), None)
-        for name in (point.name, point.name + UNSEEN):
-            at_point = [row for row in rows if row["point"] == name]
-            by_name = {row["policy"]: row for row in at_point}
-            for row in (row for row in at_point if "guest" in row["kind"]):
-                pairs = zip(row["scores"], by_name[at_least]["scores"], strict=False)
-                scores, baseline = np.array(list(pairs)).T
-                gains = scores - baseline if higher else baseline - scores
-                gain, verdict = noninferiority(gains / (abs(baseline.mean()) or 1.0), MARGIN, rare)
-                reached = best is not None and (
-                    row["value"] >= best["low"] if higher else row["value"] <= best["high"]
-                )
-                compared.append(
-                    {
-                        "point": name,
-                        "policy": row["policy"],
-                        "episodes": len(gains),
-                        "gain": gain,
-                        "verdict": verdict,
-                        "clairvoyant": "clairvoyant" in row["kind"],
-                        "suspect": best["policy"] if best is not None and reached else "",
-                    }
-                )
-    return compared
+        if args.quick:
+            point = point._replace(env_kwargs={**point.env_kwargs, **point.quick})
+        played += [point, _unseen(point, root)] if point.family is _ROUTING else [point]
+    policies = dict.fromkeys(args.policy)
+    known = {name for point in points for name in policies_for(point)}
+    _check_guests([name for name in policies if name not in known], points, guests)
+    rows: dict[tuple[str, str], Results] = {}
+    how: dict[str, Any] = {"executor": executor, "guests": guests}
+    try:
+        for policy in [args.at_least, *policies]:  # a guest's code runs after all it is beside
+            for at in played:
+                seed = derived_seed(root, at.name)
+                found = evaluate(at.family.env_id, [policy], ENOUGH, seed, at.env_kwargs, **how)
+                rows[at.name, policy] = found
+    finally:
+        if args.seed is None:
+            print(f"The episodes are drawn from --seed {root}.")
+    verdicts = set()
+    words = {"passed": "not below", "failed": "below", "not told": "not told to be as good as"}
+    for at, policy in product(played, policies):
+        own = rows[at.name, policy]
+        gain, verdict = compared(own, rows[at.name, args.at_least])
+        if own[0]["clairvoyant"]:
+            verdict = "clairvoyant"
+        verdicts.add(verdict)
+        print(
+            f"{at.name}: {own[0]['policy']} is "
+            f"{words.get(verdict, 'clairvoyant: no match for')} "
+            f"{args.at_least} ({len(own)} episodes, plain mean of paired differences "
+            f"{100 * gain.value:+.1f} % [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}])"
+        )
+    if "passed" in verdicts:
+        print(unseen_losses(ENOUGH))
+    return 1 if verdicts & {"failed", "clairvoyant"} else 3 if "not told" in verdicts else 0
+
+
+def compared(
+    rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]
+) -> tuple[Interval, str]:
+    """`noninferiority` of a policy's headline number to a baseline's on the same episodes.
+
+    The gain is a share of the baseline's mean, and the margin `MARGIN`.
+    """
+    report = report_of(family_of(rows[0]["env_id"]))
+    own, other = (np.array([row[report.headline] for row in some]) for some in (rows, baseline))
+    gains = own - other if report.higher_is_better else other - own
+    return noninferiority(gains / (abs(other.mean()) or 1.0), MARGIN)

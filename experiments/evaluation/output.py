@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,7 @@ import numpy as np
 from servegym._files import csv_rows, write_csv, write_text
 from servegym._files import write_json as write_plain
 
-__all__ = [
-    "check_writable",
-    "print_table",
-    "read_rows",
-    "write_csv",
-    "write_json",
-    "write_rows",
-    "write_text",
-]
+__all__ = ["check_writable", "print_table", "read_rows", "write_csv", "write_json", "write_text"]
 
 
 def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> Path:
@@ -71,26 +63,15 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     write_plain(path, _plain(content))
 
 
-def read_rows(
-    path: str | os.PathLike[str], text: Collection[str] = (), empty: Any = ""
-) -> list[dict[str, Any]]:
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Rows of a file of `write_csv`, numbers as numbers and truth values as such.
-
-    Args:
-        path: The file.
-        text: Columns that stay text even where they look like numbers.
-        empty: What a missing value becomes.
 
     Raises:
         MalformedFileError: The file is no such table.
         OSError: It cannot be opened.
     """
 
-    def value(key: str, cell: str) -> Any:
-        if key in text:
-            return cell
-        if cell == "":
-            return empty
+    def value(cell: str) -> Any:
         if cell in ("True", "False"):
             return cell == "True"
         for kind in (int, float):
@@ -100,13 +81,7 @@ def read_rows(
                 pass
         return cell
 
-    return [{k: value(k, cell) for k, cell in row.items()} for _, row in csv_rows(path)]
-
-
-def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write row dicts as ``.json`` (a list of objects) or ``.csv``, by the file's ending."""
-    target = check_writable(path, (".json", ".csv"))
-    (write_json if target.suffix.lower() == ".json" else write_csv)(target, list(rows))
+    return [{k: value(cell) for k, cell in row.items()} for _, row in csv_rows(path)]
 
 
 def print_table(

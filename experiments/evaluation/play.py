@@ -10,8 +10,8 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-import servegym  # noqa: F401  registers the ids
-from servegym.baselines.policy_file import PolicyError
+from servegym.agents.lib import environments
+from servegym.baselines.policy_file import PolicyError, failed_in_file
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
 from servegym.envs._outcomes import OutcomeReader
 from servegym.envs.families import Family
@@ -44,26 +44,33 @@ class EvaluatedPolicy(BasePolicy):
         """Whether it may know the number that its episodes are drawn from."""
         return self.source == PACKAGE
 
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the policy returns; an error in a user's file names its line."""
+        try:
+            return getattr(self.policy, method)(*arguments)
+        except Exception as error:
+            raise failed_in_file(error, self.policy) or error  # noqa: B904  it is the same error
+
     def bind(self, env: Any) -> None:
         """Give it the vector environment, if it takes one."""
         if self.needs_env:
-            self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
+            self._call("bind", env)
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
-        self.policy.reset(num_envs, seed=seed)
+        self._call("reset", num_envs, seed)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`."""
-        return self.policy.act(observation, action_mask)
+        return self._call("act", observation, action_mask)
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
         """See `Policy.feedback`."""
-        self.policy.feedback(reward)
+        self._call("feedback", reward)
 
     def outcomes(self, ended: NDArray[Any]) -> None:
         """See `BasePolicy.outcomes`."""
-        self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
+        self._call("outcomes", ended)
 
     def times(self) -> dict[str, float]:
         """Numbers of its rows that tell how long it took to decide; none unless it is timed."""
@@ -80,14 +87,9 @@ def make_envs(
     for key in env_kwargs:
         if key in RESERVED:
             raise ValueError(f"{key!r} cannot be set: whole episodes are evaluated")
-    return gymnasium.make_vec(
-        env_id,
-        num_envs=num_envs,
-        vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
-        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
-        render_mode=render_mode,
-        **env_kwargs,
-    )
+    disabled = gymnasium.vector.AutoresetMode.DISABLED
+    how = {"autoreset_mode": disabled, "render_mode": render_mode}
+    return environments.make_envs(env_id, num_envs, **how, **env_kwargs)
 
 
 def problem_of(env_id: str, env_kwargs: Mapping[str, Any]) -> Any:

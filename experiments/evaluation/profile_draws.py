@@ -31,10 +31,8 @@ def draw_factors(
     none by definition (the linear laws of the paper).
 
     Raises:
-        ValueError: If ``draws`` is below 1, or no profile states an error.
+        ValueError: If no profile states an error.
     """
-    if draws < 1:
-        raise ValueError(f"profile_draws is {draws}; allowed is 1 or more")
     stated = {profile.name: profile.step_error for profile in profiles if profile.step_error}
     if not stated:
         names = ", ".join(sorted({profile.name for profile in profiles}))
@@ -52,34 +50,12 @@ def draw_factors(
     return every
 
 
-def evaluate_draws(
-    env_id: str,
-    policies: Sequence[Any],
-    draws: int,
-    *,
-    env_kwargs: Mapping[str, Any],
-    seed: int,
-    apart: bool = False,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    """`servegym.experiments.evaluation.evaluate` in worlds drawn from the profiles' errors.
-
-    Args:
-        env_id: An id of LLM routing.
-        policies: As for `evaluate`.
-        draws: How many worlds.
-        env_kwargs: Arguments of the environment.
-        seed: Seed of the first episode of every draw.
-        apart: Whether each draw has episodes of its own, with seeds that are derived from this
-            one: a guest may remember those of another draw.
-        **options: Further arguments of `evaluate`.
-
-    Returns:
-        The rows of `evaluate`, draw after draw, with ``profile_draw`` from 0.
+def drawn_worlds(env_id: str, env_kwargs: Mapping[str, Any], draws: int) -> list[dict[str, Any]]:
+    """The arguments of an environment in so many worlds drawn from its profiles' errors.
 
     Raises:
-        ValueError: If the family has no hardware profiles, none states an error, or what
-            `evaluate` raises.
+        ValueError: If the family has no hardware profiles, none states an error, or the arguments
+            are not valid.
     """
     family = family_of(env_id)
     if family.name != "llm_routing":
@@ -87,10 +63,29 @@ def evaluate_draws(
     if env_kwargs.get("step_factors") is not None:
         raise ValueError("profile_draws draws step_factors; leave them out of the arguments")
     profiles = problem_of(family.env_id, {"split": "eval", **env_kwargs}).profiles
+    return [{**env_kwargs, "step_factors": one} for one in draw_factors(profiles, draws)]
+
+
+def evaluate_in(
+    worlds: Sequence[Mapping[str, Any]],
+    plain: Sequence[Mapping[str, Any]],
+    env_id: str,
+    policies: Sequence[Any],
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """`servegym.experiments.evaluation.evaluate` in each of `drawn_worlds`.
+
+    Every draw has the episodes of the rows ``plain``, of the profiles as they are. With a guest,
+    which may remember those of another draw, each has its own, whose seeds derive from theirs.
+
+    Returns:
+        The rows of `evaluate`, draw after draw, with ``profile_draw`` from 0.
+    """
+    seed = min(row["seed"] for row in plain)
+    apart = any(row["source"] == "guest" for row in plain)
     rows = []
-    for draw, factors in enumerate(draw_factors(profiles, draws)):
+    for draw, kwargs in enumerate(worlds):
         first = derived_seed(seed, f"draw {draw}") if apart else seed
-        kwargs = {**env_kwargs, "step_factors": factors}
         results = evaluate(env_id, policies, seed=first, env_kwargs=kwargs, **options)
         rows += [{**row, "profile_draw": draw} for row in results]
     return rows
@@ -102,7 +97,7 @@ def ranking(
     """How often each policy stays ahead of the next, and by how much.
 
     The rows of `evaluate`, on the profiles as they are, give the order; ``drawn`` are those of
-    `evaluate_draws`.
+    `evaluate_in`.
 
     Returns:
         One row for every policy but the last, best first: ``policy``, ``next``, ``difference`` of

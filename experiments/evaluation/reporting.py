@@ -1,13 +1,9 @@
-"""What an evaluation reports of each environment family: columns, headline, derived numbers.
-
-The evaluator runs every family alike. `report_of` adds what a family needs beyond the KPIs of its
-episodes: the columns of the printed table, the headline number, and intervals over requests.
-"""
+"""What an evaluation reports of each environment family beyond the KPIs of its episodes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.envs.families import Family
-from servegym.experiments.evaluation.stats import Interval, two_way_bootstrap_mean
 
 
 def number(value: float, digits: int, scale: float = 1.0) -> str:
@@ -42,19 +37,16 @@ class Column:
 class Report:
     """What an evaluation reports of one environment family."""
 
-    headline: str = "episode_return"  # key of the row's headline number
-    heading: str = "episode return"
+    headline: str  # key of the row's headline number
+    heading: str
+    columns: tuple[Column, ...]  # the others of the printed table
+    reported_arguments: str  # of the environment, that every row names, set or default
+    notes: tuple[str, ...]  # lines below the table
+    describe_action: Callable[[Any], str]  # the first action of a batch in words
+    example_policy: str  # which is shown where none is named
+    naive_policy: str  # which a table shows beside ``random``, however many others are better
+    pictured: int  # decisions before a picture in which every part shows something
     higher_is_better: bool = True
-    mean_key: str = "mean_episode_return"  # of the headline's plain mean in a summary
-    columns: tuple[Column, ...] = ()  # the others of the printed table
-    reported_arguments: str = ""  # of the environment, that every row names, set or default
-    notes: tuple[str, ...] = ()  # lines below the table
-    # The first action of a batch in words.
-    describe_action: Callable[[Any], str] = lambda actions: f"action {np.asarray(actions[0])}"
-    example_policy: str = "random"  # which is shown where none is named
-    # The rule that a table shows beside ``random``, however many others are better.
-    naive_policy: str = "random"
-    pictured: int = 100  # decisions before a picture in which every part shows something
     # Arguments that a policy may set: they change what it sees, how it acts or what it is rewarded
     # for, never the world that it is measured in.
     interface: tuple[str, ...] = ()
@@ -67,10 +59,8 @@ class Report:
     # Parts of the reward that tell of nothing before it has ended, the feedback of a guest; empty
     # where they all do.
     feedback_terms: tuple[str, ...] = ()
-    # (return, request log, problem) -> further numbers of a row.
-    episode_statistics: Callable[[float, Any, Any], dict[str, float]] = lambda *episode: {}
-    # (logs, arguments) -> mean over requests with an interval, or None.
-    request_interval: Callable[[Any, Any], Interval | None] = lambda logs, arguments: None
+    # (request log, problem) -> further numbers of a row.
+    episode_statistics: Callable[[Any, Any], dict[str, float]] = lambda log, problem: {}
 
     def shown(self, every: bool) -> list[Column]:
         """The columns of a table: every one, or those that decide."""
@@ -78,38 +68,23 @@ class Report:
 
 
 def report_of(family: Family) -> Report:
-    """What an evaluation reports of a family; the return where `_REPORTS` has none for it."""
-    return _REPORTS.get(family.name, _RETURN)
-
-
-_RETURN = Report(episode_statistics=lambda total, log, problem: {"episode_return": total})
+    """What an evaluation reports of a family."""
+    return _REPORTS[family.name]
 
 
 # --------------------------------------------------------------------------------- LLM routing
 
 
-def expert_names(models: Sequence[str]) -> list[str]:
-    """Model names, numbered where one model runs on several experts."""
-    return [
-        model if models.count(model) == 1 else f"{model}@{number}"
-        for number, model in enumerate(list(models), 1)
-    ]
-
-
-def _latency(log: NDArray[Any]) -> NDArray[np.float64]:
-    """Seconds per output token of each request; NaN where it was not completed."""
+def _routing_statistics(log: NDArray[Any], problem: Any) -> dict[str, float]:
     from servegym.envs.llm_routing.core import OUTCOMES
 
-    completed = log["outcome"] == OUTCOMES.index("completed")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        latency = (log["finish_s"] - log["arrival_s"]) / log["output_tokens"]
-    return np.where(completed, latency, np.nan)
-
-
-def _routing_statistics(total: float, log: NDArray[Any], problem: Any) -> dict[str, float]:
     # Drawn fleets have other experts in each episode: these have no names.
-    names = [] if problem.fleets is not None else expert_names(problem.models)
-    latency = _latency(log)
+    names, models = [], list(problem.models)
+    if problem.fleets is None:
+        names = [f"{m}@{k}" if models.count(m) > 1 else m for k, m in enumerate(models, 1)]
+    done = log[log["outcome"] == OUTCOMES.index("completed")]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        latency = (done["finish_s"] - done["arrival_s"]) / done["output_tokens"]
     latency = latency[~np.isnan(latency)]
     percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
     keys = (f"p{percent}_latency_s_per_token" for percent in (50, 90, 99))
@@ -120,30 +95,9 @@ def _routing_statistics(total: float, log: NDArray[Any], problem: Any) -> dict[s
     return row
 
 
-def _routing_interval(
-    logs: Sequence[NDArray[Any]], arguments: Mapping[str, Any]
-) -> Interval | None:
-    """Mean QoS over all requests, with an interval that resamples episodes and prompts.
-
-    The evaluation split has a few hundred prompts that every episode draws from, so an interval
-    over episodes alone leaves out the choice of prompts.
-    """
-    limit = arguments.get("latency_requirement_s")
-    if not isinstance(limit, float | int):
-        return None  # L drawn per episode is not in the log
-    prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
-    sums, counts = np.zeros((2, len(logs), prompts))
-    for k, log in enumerate(logs):
-        qos = np.where(_latency(log) <= limit, log["score"], 0.0)
-        sums[k] = np.bincount(log["catalog_row"], qos, prompts)
-        counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
-    return two_way_bootstrap_mean(sums, counts)
-
-
 _ROUTING = Report(
     headline="avg_qos",
     heading="QoS",
-    mean_key="mean_qos",
     columns=(
         Column("drop %", "drop_rate", 1, 100, decides=True),
         Column("reject %", "reject_rate", 1, 100, decides=True),
@@ -165,7 +119,6 @@ _ROUTING = Report(
         "requests count 0. Rates in % of all requests; latency of served requests.",
     ),
     episode_statistics=_routing_statistics,
-    request_interval=_routing_interval,
     describe_action=lambda actions: f"to expert {actions[0]}" if actions[0] else "dropped",
     example_policy="greedy_qos",
     naive_policy="least_outstanding",
@@ -181,7 +134,6 @@ _ROUTING = Report(
 _SERVERLESS = Report(
     headline="mean_reward",
     heading="reward a request",
-    mean_key="mean_of_mean_reward",
     columns=(
         Column("cost / MIX", "cost_over_mix", 3, decides=True),
         Column("late TTFT %", "ttft_violation_rate", 1, 100, decides=True),
@@ -215,7 +167,6 @@ _PLACEMENT = Report(
     headline="mean_latency_s",
     heading="latency s",
     higher_is_better=False,
-    mean_key="mean_of_mean_latency_s",
     columns=(
         Column("P99 s", "p99_latency_s", 2, decides=True),
         Column("TTFT s", "mean_ttft_s", 2, decides=True),
@@ -246,7 +197,6 @@ _PLACEMENT = Report(
 _PREFIX = Report(
     headline="attainment",
     heading="attainment",
-    mean_key="mean_attainment",
     columns=(
         Column("TTFT met %", "attainment_ttft", 1, 100, decides=True),
         Column("TPOT met %", "attainment_tpot", 1, 100, decides=True),

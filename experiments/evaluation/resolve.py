@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from servegym._checks import missing_file, nearest
+from servegym._checks import did_you_mean, missing_file
 from servegym.agents.lib.checkpoint import shipped, shipped_for
-from servegym.baselines.policy_file import SUFFIXES, FilePolicy, policy_from_file
+from servegym.baselines.policy_file import SUFFIXES, policy_from_file
 from servegym.baselines.prefix_routing.gateway_files import SUFFIXES as GATEWAY_SUFFIXES
 from servegym.baselines.prefix_routing.gateway_files import read_gateway_file
 from servegym.baselines.prefix_routing.plugins import GatewayPolicy
@@ -111,20 +111,16 @@ def _load(
     if missing_file(name) or "/" in name:
         raise ValueError(f"policy is {name!r}: no such file")
     names = _names(family)
-    rest = [other for other in reversed(FAMILIES) if other is not family]
-    others = {policy: other for other in rest for policy in _names(other)}
+    rest = [other for other in FAMILIES if other is not family]
+    others = {policy: other.name for other in rest for policy in _names(other)}
     if name in others:
         raise ValueError(
-            f"policy is {name!r}, which is a policy for {others[name].name}, not for "
-            f"{family.name}; see `servegym list`"
+            f"policy is {name!r}, which is a policy for {others[name]}, not for {family.name}; see "
+            "`servegym list`"
         )
-    near, place = nearest(name, names), ""
-    if near is None and (near := nearest(name, others)) is not None:
-        place = f", a policy for {others[near].name}"
-    hint = f" (did you mean {near!r}{place}?)" if near else ""
     raise ValueError(
         f"policy is {name!r}, which is neither the path of a checkpoint, .py, .zip or gateway file "
-        f"nor one of {', '.join(names)}{hint}"
+        f"nor one of {', '.join(names)}.{did_you_mean(name, [*names, *others])}"
     )
 
 
@@ -140,7 +136,7 @@ def _is_of_the_package(policy: Policy) -> bool:
     module = sys.modules.get(getattr(code, "__module__", None) or "")
     # A module that runs as a program is called otherwise, but its spec tells.
     name = getattr(getattr(module, "__spec__", None), "name", "")
-    return name.partition(".")[0] == "servegym" and code is not FilePolicy
+    return name.partition(".")[0] == "servegym"
 
 
 def _plain_name(name: Any, family: Family) -> str:

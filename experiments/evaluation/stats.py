@@ -1,15 +1,13 @@
 """Robust summaries of evaluation scores: IQM, bootstrap intervals, paired differences.
 
-Scores of shape ``(runs, tasks)`` follow rliable (Agarwal et al., 2021, "Deep Reinforcement
-Learning at the Edge of the Statistical Precipice", section 4): the interquartile mean pools all
-runs of all tasks, and the stratified bootstrap resamples runs within each task. A vector of shape
-``(runs,)`` is one task.
+The interquartile mean and its bootstrap are rliable's (Agarwal et al., 2021, "Deep Reinforcement
+Learning at the Edge of the Statistical Precipice", section 4) for one task.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,85 +35,61 @@ class Interval(NamedTuple):
 
 def _scores(values: ArrayLike, argument: str) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
-    if array.ndim == 1:
-        array = array[:, None]
-    if array.ndim != 2 or array.size == 0:
-        raise ValueError(
-            f"{argument} has shape {np.shape(values)}; allowed is a non-empty array of shape "
-            "(runs,) or (runs, tasks)"
-        )
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{argument} has shape {array.shape}; allowed is (n,) with n of 1 or more")
     return array
 
 
 def iqm(scores: ArrayLike) -> float:
-    """Interquartile mean: the mean of the middle half of all scores.
+    """Interquartile mean: the mean of the middle half of the scores ``(n,)``.
 
-    Args:
-        scores: Array of shape ``(runs,)`` or ``(runs, tasks)``.
-
-    Returns:
-        The 25 %-trimmed mean over all runs and tasks; NaN if any score is NaN, since leaving
-        undefined runs out would flatter the policy that produced them.
+    It is NaN if any score is NaN, since leaving undefined ones out would flatter the policy that
+    produced them.
 
     Raises:
-        ValueError: If ``scores`` is empty or has more than two axes.
+        ValueError: If ``scores`` is empty or no vector.
     """
     return float(_iqm_batch(_scores(scores, "scores")[None])[0])
 
 
 def _iqm_batch(samples: NDArray[np.float64]) -> NDArray[np.float64]:
-    """IQM of each of K samples (K, runs, tasks)."""
-    pooled = np.sort(samples.reshape(len(samples), -1), axis=1)  # NaN sorts last
-    cut = pooled.shape[1] // 4
-    middle = pooled[:, cut : pooled.shape[1] - cut].mean(axis=1)
-    return np.where(np.isnan(pooled[:, -1]), np.nan, middle)
+    """IQM of each of K samples (K, n)."""
+    ordered = np.sort(samples, axis=1)  # NaN sorts last
+    cut = ordered.shape[1] // 4
+    middle = ordered[:, cut : ordered.shape[1] - cut].mean(axis=1)
+    return np.where(np.isnan(ordered[:, -1]), np.nan, middle)
 
 
 def mean(scores: ArrayLike) -> float:
-    """Plain mean over all runs and tasks, NaN if any score is NaN."""
+    """Plain mean, NaN if any score is NaN."""
     return float(np.mean(_scores(scores, "scores")))
-
-
-def _percentiles(replicates: NDArray[np.float64]) -> tuple[float, float]:
-    """Ends of the 95 % interval."""
-    tail = 50.0 * (1.0 - 0.95)  # to the last bit as the committed tables have it
-    low, high = np.percentile(replicates, [tail, 100.0 - tail])
-    return float(low), float(high)
 
 
 def stratified_bootstrap(
     scores: ArrayLike, statistic: Statistic = iqm, repetitions: int = 2_000
 ) -> Interval:
-    """Percentile interval of a statistic under a bootstrap stratified by task.
+    """Percentile interval, 95 %, of a statistic under a bootstrap.
 
     Args:
-        scores: Array of shape ``(runs,)`` or ``(runs, tasks)``.
-        statistic: Maps an array of shape ``(runs, tasks)`` to a number.
+        scores: Array of shape ``(n,)``.
+        statistic: Maps such an array to a number.
         repetitions: Number of bootstrap replicates.
 
     Returns:
         The statistic of ``scores`` and its interval; NaN ends where the statistic is NaN and for
-        one run, which says nothing of the others.
+        one score, which says nothing of the others.
 
     Raises:
-        ValueError: If an argument is outside its documented range.
+        ValueError: If ``scores`` is empty or no vector.
     """
     array = _scores(scores, "scores")
-    if repetitions < 1:
-        raise ValueError(f"repetitions is {repetitions}; allowed is 1 or more")
     value = float(statistic(array))
     if np.isnan(value) or len(array) == 1:
         return Interval(value, float("nan"), float("nan"))
-    rng = np.random.default_rng(0)
-    runs, tasks = array.shape
-    samples = array[rng.integers(runs, size=(repetitions, runs, tasks)), np.arange(tasks)]
-    if statistic is iqm:
-        replicates = _iqm_batch(samples)
-    elif statistic is mean:
-        replicates = samples.mean(axis=(1, 2))
-    else:
-        replicates = np.array([statistic(sample) for sample in samples])
-    return Interval(value, *_percentiles(replicates))
+    picks = np.random.default_rng(0).integers(len(array), size=(repetitions, len(array)))
+    tail = 50.0 * (1.0 - 0.95)  # to the last bit as the committed tables have it
+    low, high = np.percentile(_resampled(array, picks, statistic), [tail, 100.0 - tail])
+    return Interval(value, float(low), float(high))
 
 
 def paired_difference(
@@ -124,7 +98,7 @@ def paired_difference(
     """Interval of ``scores - reference``, both measured on the same episodes.
 
     Args:
-        scores: Array of shape ``(runs,)`` or ``(runs, tasks)``.
+        scores: Array of shape ``(n,)``.
         reference: Array of the same shape; entry i was measured on the same episode as
             ``scores[i]``.
         statistic: Applied to the differences.
@@ -134,13 +108,13 @@ def paired_difference(
         The statistic of the differences and its interval.
 
     Raises:
-        ValueError: If the shapes differ or an argument is outside its documented range.
+        ValueError: If the shapes differ.
     """
     first, second = _scores(scores, "scores"), _scores(reference, "reference")
     if first.shape != second.shape:
         raise ValueError(
-            f"reference has shape {np.shape(reference)}; allowed is the shape of scores, "
-            f"{np.shape(scores)}, one entry per shared episode"
+            f"reference has shape {second.shape}; allowed is the shape of scores, {first.shape}, "
+            "one entry per shared episode"
         )
     return stratified_bootstrap(first - second, statistic, repetitions)
 
@@ -161,9 +135,7 @@ def student_interval(values: ArrayLike, tail: float = 0.025) -> Interval:
     Raises:
         ValueError: If ``values`` is empty or no vector.
     """
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"values has shape {array.shape}; allowed is (n,) with n of 1 or more")
+    array = _scores(values, "values")
     centre, count = float(array.mean()), array.size
     if count == 1:
         return Interval(centre, float("nan"), float("nan"))
@@ -187,7 +159,7 @@ def unseen_losses(episodes: int) -> str:
     share = 100.0 * (1.0 - 0.05 ** (1.0 / episodes))
     return (
         f"{episodes} episodes show a loss that comes in {share:.2g} % of them or more (with 95 %); "
-        "a rarer one may go unseen (--rare SHARE plays more)."
+        "a rarer one may go unseen."
     )
 
 
@@ -218,8 +190,8 @@ def noninferiority(
     Raises:
         ValueError: If ``gains`` is empty or no vector.
     """
-    array = np.asarray(gains, dtype=np.float64)
-    if array.ndim != 1 or array.size < 2:
+    array = _scores(gains, "gains")
+    if array.size < 2:
         return student_interval(array), "not told"
     value = float(array.mean())
     enough = enough_for(rare)
@@ -253,7 +225,7 @@ def over_trainings(
     Raises:
         ValueError: If there are no scores or the shapes differ.
     """
-    base = 0.0 if reference is None else _scores(reference, "reference")[:, 0]
+    base = 0.0 if reference is None else _scores(reference, "reference")
     gains = _by_training(scores, "scores") - base
     if len(gains) == 1:
         return stratified_bootstrap(gains[0], statistic)
@@ -265,51 +237,30 @@ def relative_change(
 ) -> Interval:
     """Change of the mean statistic from the trainings of one policy to those of another, percent.
 
-    The `contrast` of two policies: the trainings are independent, the episodes are the same.
+    The ratio of the mean statistics, whose interval is made of the logarithms. The trainings are
+    independent, the episodes are the same.
 
     Args:
         scores: For each training the scores of the same episodes, shape ``(episodes,)``.
         reference: The same of the reference; a heuristic has one entry.
         statistic: Of the episodes of one training.
-    """
-    return contrast({"scores": scores, "reference": reference}, (1.0, -1.0), statistic)
-
-
-def contrast(
-    scores: Mapping[str, Sequence[ArrayLike]], weights: Sequence[float], statistic: Statistic = iqm
-) -> Interval:
-    """Weighted sum of the logarithms of several policies' mean statistics, as a change in percent.
-
-    The trainings of all are independent, the episodes are the same. In a factorial design weights
-    of 1/2 and -1/2 give the mean effect of a factor, 1, -1, -1 and 1 an interaction: the ratio of
-    two changes.
-
-    Args:
-        scores: For each policy, for each training, the scores of the same episodes; a heuristic has
-            one training.
-        weights: One a policy; their sum is 0.
-        statistic: Of the episodes of one training.
 
     Returns:
-        The change and its interval, made of the logarithms, over trainings and episodes together,
-        as far as there are several of them; NaN ends where a mean statistic is not positive.
+        The change and its interval over trainings and episodes together, as far as there are
+        several of them; NaN ends where a mean statistic is not positive.
 
     Raises:
         ValueError: If there are no scores or the numbers of episodes differ.
     """
-    samples = [_by_training(each, name) for name, each in scores.items()]
-
-    def combine(*means: Any) -> Any:
-        return sum(w * np.log(x) for w, x in zip(weights, means, strict=True))
-
+    samples = [_by_training(scores, "scores"), _by_training(reference, "reference")]
     with np.errstate(divide="ignore", invalid="ignore"):
-        logarithms = _crossed(samples, combine, statistic)
+        logarithms = _crossed(samples, lambda own, other: np.log(own) - np.log(other), statistic)
     return Interval(*(100 * float(np.expm1(end)) for end in logarithms))
 
 
 def _by_training(scores: Sequence[ArrayLike], argument: str) -> NDArray[np.float64]:
     """Scores (trainings, episodes)."""
-    rows = [_scores(each, argument)[:, 0] for each in scores]
+    rows = [_scores(each, argument) for each in scores]
     if not rows or len({row.size for row in rows}) > 1:
         raise ValueError(
             f"{argument} has trainings of {[row.size for row in rows]} episodes; allowed is the "
@@ -322,7 +273,6 @@ def _crossed(
     samples: Sequence[NDArray[np.float64]],
     combine: Callable[..., Any],
     statistic: Statistic,
-    repetitions: int = 2_000,
 ) -> Interval:
     """Interval over the trainings of one or more policies and their shared episodes together.
 
@@ -352,7 +302,7 @@ def _crossed(
             alone = combine(*means[:at], values, *means[at + 1 :])
             parts.append((np.var(alone, ddof=1) / len(values), len(values) - 1))
     if episodes > 1:
-        picks = np.random.default_rng(0).integers(episodes, size=(repetitions, episodes))
+        picks = np.random.default_rng(0).integers(episodes, size=(2_000, episodes))
         again = [np.mean([_resampled(row, picks, statistic) for row in s], 0) for s in samples]
         parts.append((np.var(combine(*again)) * episodes / (episodes - 1), episodes - 1))
     total = sum(variance for variance, _ in parts)
@@ -370,48 +320,6 @@ def _resampled(
     """The statistic of each row of resampled values, shape ``(repetitions,)``."""
     if statistic is iqm:
         return _iqm_batch(values[picks])
+    if statistic is mean:
+        return values[picks].mean(axis=1)
     return np.array([statistic(values[pick]) for pick in picks])
-
-
-def two_way_bootstrap_mean(
-    sums: ArrayLike, counts: ArrayLike, repetitions: int = 2_000
-) -> Interval:
-    """Interval of a mean over requests that resamples both episodes and prompts.
-
-    Requests share prompts across episodes, so resampling episodes alone understates how much a
-    mean depends on the particular prompts (the "pigeonhole" bootstrap of Owen, 2007).
-
-    Args:
-        sums: Shape ``(episodes, prompts)``: sum of the value over the requests of an episode that
-            ask a prompt.
-        counts: Shape ``(episodes, prompts)``: number of those requests.
-        repetitions: Number of bootstrap replicates.
-
-    Returns:
-        ``sums.sum() / counts.sum()`` and its interval; NaN where a sum is NaN.
-
-    Raises:
-        ValueError: If the shapes differ, no request is counted or an argument is out of range.
-    """
-    total, number = _scores(sums, "sums"), _scores(counts, "counts")
-    if total.shape != number.shape:
-        raise ValueError(
-            f"counts has shape {number.shape}; allowed is the shape of sums, {total.shape}"
-        )
-    if (number < 0).any() or number.sum() == 0:
-        raise ValueError("counts must be non-negative and count at least one request")
-    value = float(total.sum() / number.sum())
-    if np.isnan(value):
-        return Interval(value, float("nan"), float("nan"))
-    mask = number.sum(axis=0) > 0  # a prompt that no request asked carries no information
-    total, number = total[:, mask], number[:, mask]
-    episodes, prompts = total.shape
-    rng = np.random.default_rng(0)
-    by_episode = rng.multinomial(episodes, np.full(episodes, 1 / episodes), size=repetitions)
-    by_prompt = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=repetitions)
-    weighted = np.einsum("re,ep,rp->r", by_episode, total, by_prompt, optimize=True)
-    weight = np.einsum("re,ep,rp->r", by_episode, number, by_prompt, optimize=True)
-    replicates = weighted[weight > 0] / weight[weight > 0]
-    if not replicates.size:
-        return Interval(value, float("nan"), float("nan"))
-    return Interval(value, *_percentiles(replicates))

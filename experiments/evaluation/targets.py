@@ -181,10 +181,7 @@ class RuleTarget:
     env_id = ROUTING_ID
 
     def at(self, rate: float) -> dict[str, Any]:
-        """See `GatewayTarget.at`; rates of drawn fleets are in what these serve within L."""
-        if self.arguments.get("fleet") == "random":
-            load = {"load": rate}
-            return {**self.arguments, "fleet_kwargs": self.arguments.get("fleet_kwargs", {}) | load}
+        """See `GatewayTarget.at`."""
         return {**self.arguments, "rate": rate}
 
     def _arguments(self, rate: float, split: str) -> dict[str, Any]:
@@ -296,10 +293,7 @@ class Player:
 def knee(targets: Sequence[GatewayTarget], player: Player, rate: float) -> float:
     """The highest rate, within 4 %, at which the best rule keeps `KNEE` of what it keeps idle.
 
-    Args:
-        targets: Gateways' files, whose starts are tried beside `KNEE_RULES`.
-        player: Plays.
-        rate: Where the search begins, requests/s.
+    The starts of the targets are tried beside `KNEE_RULES`; the search begins at ``rate``.
 
     Raises:
         ValueError: If there is none between .001 and 100,000 requests/s.

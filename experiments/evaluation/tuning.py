@@ -1,19 +1,10 @@
 """Tune what a router is set by: a gateway's file on a fleet and a trace, or a rule's parameters.
 
-``servegym tune epp.yaml --trace requests.jsonl --cards h100,a100,l40s,l40s --model llama-3.1-8b``
-finds the knee of the fleet on the trace, the highest rate at which the best of the file, defaults
-and two rules that know the cards keeps 95 % of what it keeps idle, and searches the numbers of the
-file at rates below, at and above it. `Search` is Optuna's NSGA-II with successive halving:
-candidates play the same episodes side by side, and the best third of them further ones. The
-finalists and the file as it was are compared on another part of the trace, numbers that give
-nothing go back, and what is left is judged on a third part: at the rates of the search and 15 %
-below and above them, beside published rules, on the profiles as they are and in worlds drawn from
-their errors. All requests after the warm-up count; beyond the knee queues grow with the length of
-an episode, and so does what is lost.
-
-Without a file each gateway begins with its default. The name of a rule of LLM routing in its place,
-``servegym tune expected_qos --set rate=8``, searches that rule's parameters on validation prompts;
-with ``--set fleet=random`` over drawn fleets, whose ``--rates`` are in what each serves within L.
+`Search` is Optuna's NSGA-II with successive halving: candidates play the same episodes side by
+side, and the best third of them further ones, at rates around the knee. The finalists and the file
+as it was are compared on another part of the trace, numbers that give nothing go back, and what is
+left is judged on a third part: beside published rules, on the profiles as they are and in worlds
+drawn from their errors.
 """
 
 from __future__ import annotations
@@ -35,7 +26,6 @@ import numpy as np
 import optuna
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from servegym._checks import one_or_pair, real, whole
@@ -43,6 +33,7 @@ from servegym._command_line import interrupt_on_signals
 from servegym.agents.lib.parallel import Executor, Workers
 from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
 from servegym.baselines.prefix_routing.plugins import GATEWAYS
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_csv, write_json, write_text
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
@@ -61,7 +52,8 @@ from servegym.experiments.evaluation.targets import (
     fleet_arguments,
     knee,
 )
-from servegym.experiments.sweeps.run import JOURNAL, lock, mend_journal
+from servegym.experiments.papers.plotting import Lines, as_png
+from servegym.experiments.sweeps.run import hold, open_study
 
 GENERATION = 32  # candidates that are asked for together
 RUNGS = {1: 1, 3: 2, 9: 4}
@@ -83,15 +75,7 @@ RIVALS = {
 
 
 class Search:
-    """The search of one target, which its journal lets go on after a stop.
-
-    Args:
-        target: What is tuned.
-        rates: Requests/s of the episodes.
-        player: Plays.
-        folder: Where the journal lies.
-        seed: Of candidates and episodes.
-    """
+    """The search of one target, which its journal in ``folder`` lets go on after a stop."""
 
     def __init__(
         self, target: Target, rates: Sequence[float], player: Player, folder: Path, seed: int
@@ -99,21 +83,12 @@ class Search:
         self.target, self.rates, self.player, self.seed = target, list(rates), player, seed
         self.space = {name: _distribution(ends) for name, ends in target.space().items()}
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        mend_journal(folder / JOURNAL)
-        backend = JournalFileBackend(str(folder / JOURNAL))
-        self.study = optuna.create_study(
-            study_name=target.name,
-            storage=optuna.storages.JournalStorage(backend),
-            load_if_exists=True,
-            direction="maximize",
-            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
-        )
+        self.study, _ = open_study(folder, target.name, True)
+        self.study.pruner = optuna.pruners.SuccessiveHalvingPruner(1, reduction_factor=3)
         begun = len(self.study.trials)
         self.study.sampler = optuna.samplers.NSGAIISampler(
             population_size=GENERATION, seed=seed + 1000 * begun
         )
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self.study.tell(trial.number, state=TrialState.FAIL)
         for start in [] if begun else target.starts():
             self.study.enqueue_trial(target.point(start))
         self.spent = float(self.study.user_attrs.get("seconds", 0.0))
@@ -219,13 +194,7 @@ def numbers_and_worlds(
 def compared(
     settings: Mapping[str, tuple[Target, Setting]], rates: Sequence[float], executor: Executor
 ) -> dict[str, NDArray[np.float64]]:
-    """Values (rates, episodes) of settings and of `RIVALS` on the verdict's episodes.
-
-    Args:
-        settings: By the name that they get.
-        rates: Requests/s.
-        executor: Where they play.
-    """
+    """Values (rates, episodes) of settings, by name, and of `RIVALS` on the verdict's episodes."""
     target = next(iter(settings.values()))[0]
     key = "attainment" if target.env_id == PREFIX_ID else "avg_qos"
     values: dict[str, list[list[float]]] = {}
@@ -252,13 +221,8 @@ def tune(
 ) -> dict[str, Any]:
     """Search every target, judge the best settings, and write the folder.
 
-    Args:
-        targets: What is tuned, on one system.
-        folder: For journal, files, table and picture.
-        player: Plays.
-        rates: Requests/s; None: `LOADS` of the knee, or a rule's own rate.
-        budget: Seconds of the knee and the searches together, a quarter of them left out.
-        seed: Of candidates and episodes.
+    Rates are by default `LOADS` of the knee, or a rule's own. A quarter of the ``budget``, seconds,
+    is left for choice and verdict.
 
     Returns:
         What ``result.json`` has: ``knee``, ``rates``, ``judged`` (rates of the verdict),
@@ -269,19 +233,25 @@ def tune(
     own: Any = targets[0].arguments.get("rate")
     gateways = [target for target in targets if isinstance(target, GatewayTarget)]
     if rates is None and gateways:
-        at = knee(gateways, player, float(np.mean(own or _usual_rate(gateways[0]))))
+        usual = gateways[0].problem(1.0, "train").arguments["rate"]
+        at = knee(gateways, player, float(np.mean(own or usual)))
         rates = [float(f"{at * load:.3g}") for load in LOADS]
         print(f"knee: {at:g} requests/s", flush=True)
-    usual = 1.0 if targets[0].arguments.get("fleet") == "random" else 5.0
-    rates = list(rates or [float(np.mean(own or usual))])
+    rates = list(rates or [float(np.mean(own or 5.0))])
     each = max(SEARCHED * budget - (time.monotonic() - begin), 1.0) / len(targets)
     found: dict[str, tuple[Target, Setting]] = {}
     for target in targets:
         search, last = Search(target, rates, player, folder, seed), -math.inf
         for spent, candidates, best in search.generations(each):
-            last = _show(
-                target.name, spent, each, f"{candidates} candidates, best {best:.4f}", last
-            )
+            done, share = spent >= each, min(spent / each, 1.0)
+            text = f"{target.name}: {share * each:3.0f} of {each:.0f} s, "
+            text += f"{candidates} candidates, best {best:.4f}"
+            if sys.stderr.isatty():
+                text = f"\r\033[K[{'=' * int(30 * share):<30}] {text}"
+                print(text, end="\n" * done, file=sys.stderr, flush=True)
+            elif done or spent - last >= 10.0:
+                last = spent
+                print(text, file=sys.stderr, flush=True)
         finalists = [setting for _, setting in search.best(FINALISTS)]
         found[target.name] = target, chosen(target, finalists, rates, player)
     shown = {}
@@ -315,31 +285,14 @@ def tune(
     return result
 
 
-def _usual_rate(target: GatewayTarget) -> Any:
-    return target.problem(1.0, "train").arguments["rate"]
-
-
 def words_of(gain: Interval) -> str:
     """A verdict on a file by what the best found gains over it."""
-    text = f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+    text = _with_interval(gain)
     if gain.value < WORTH:
         return f"nothing to gain: yours is within {WORTH} of the best found ({text})"
     if gain.low <= 0.0:
         return f"keep yours: that the best found is above it ({text}) is not told"
     return f"the best found is {text} above yours"
-
-
-def _show(name: str, spent: float, budget: float, text: str, last: float) -> float:
-    """Print how far a search is, in a terminal as a bar; returns when that was, by its seconds."""
-    text = f"{name}: {min(spent, budget):3.0f} of {budget:.0f} s, {text}"
-    done = spent >= budget
-    if sys.stderr.isatty():
-        bar = "=" * min(int(30 * spent / budget), 30)
-        print(f"\r\033[K[{bar:<30}] {text}", end="\n" * done, file=sys.stderr, flush=True)
-    elif done or spent - last >= 10.0:
-        print(text, file=sys.stderr, flush=True)
-        return spent
-    return last
 
 
 def _with_interval(gain: Interval, digits: int = 3) -> str:
@@ -359,9 +312,8 @@ def _report(
     for name in order:
         shares = result["shares"][name]
         gap = paired_difference(values[tuned][1:-1].mean(0), values[name][1:-1].mean(0), mean)
-        rows.append(
-            {"policy": name, **{f"{r:g}/s": x for r, x in zip(judged, shares, strict=True)}}
-        )
+        rows.append({"policy": name})
+        rows[-1] |= {f"{rate:g}/s": share for rate, share in zip(judged, shares, strict=True)}
         rows[-1] |= {"mean": means[name], "below": gap.value, "low": gap.low, "high": gap.high}
         below = "" if name == tuned else _with_interval(gap)
         cells.append([name, *(f"{x:.3f}" for x in (*shares, means[name])), below])
@@ -382,33 +334,13 @@ def _report(
             print_table(f"{name}: what each number gives", ["number", "is", "gives"], lines, notes)
     write_csv(folder / "table.csv", rows)
     write_json(folder / "result.json", result)
-    _draw(folder / "share.png", values, judged, result["knee"], what)
-
-
-def _draw(
-    path: Path,
-    values: Mapping[str, NDArray[np.float64]],
-    rates: Sequence[float],
-    at: float | None,
-    label: str,
-) -> None:
-    """A line a policy over the rate, the knee marked."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.set_prop_cycle(color=pyplot.get_cmap("tab20")(range(20)))
-    for name, found in values.items():
-        wide = 3 if name.endswith(("before", "tuned")) else 1
-        axes.plot(rates, found.mean(1), label=name, lw=wide, marker="o", ms=2 + wide)
-    if at is not None:
-        axes.axvline(at, color="0.6", ls="--", label="knee")
-    axes.set(xlabel="requests/s", ylabel=label)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    points = [
+        {"policy": name, "rate": rate, "share": share}
+        for name in order
+        for rate, share in zip(judged, result["shares"][name], strict=True)
+    ]
+    picture = Lines(x="rate", y="share", line="policy", labels={"share": what})
+    write_text(folder / "share.png", as_png(picture(points)))
 
 
 def _targets(name: str | None, options: argparse.Namespace) -> list[Target]:
@@ -433,28 +365,9 @@ def _targets(name: str | None, options: argparse.Namespace) -> list[Target]:
     return [GatewayTarget(read_gateway_file(name), arguments)]
 
 
-def _claim(folder: Path, asked: dict[str, Any]) -> None:
-    """Make the folder, or go on in one that the same command has made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"is no folder ({error.strerror}): name another"
-        raise ValueError(f"out is {str(folder)!r}, which {problem}") from None
-    record = folder / "asked.json"
-    if record.exists():
-        if json.loads(record.read_text("utf-8")) != asked:
-            raise ValueError(f"out is {str(folder)!r}, which holds another tuning: name another")
-    elif any(folder.iterdir()):
-        raise ValueError(f"out is {str(folder)!r}, which is not empty: name another folder")
-    else:
-        write_json(record, asked)
-
-
 def main(argv: Sequence[str]) -> int:
     """Command line; see ``servegym tune --help``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym tune", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command_parser("tune")
     add = parser.add_argument
     text = (
         "EndpointPickerConfig, or flags of SGLang's, Dynamo's or AIBrix's router (each default); "
@@ -479,11 +392,11 @@ def main(argv: Sequence[str]) -> int:
     asked = {
         key: str(x) for key, x in vars(args).items() if key not in ("budget", "workers", "ray")
     }
-    _claim(args.out, asked)
+    held = hold(args.out, "asked.json", json.dumps(asked))
     player = Player(workers, args.workers)
     chosen_by = {"rates": rates, "budget": args.budget, "seed": args.seed}
     try:
-        with lock(args.out), interrupt_on_signals():
+        with held, interrupt_on_signals():
             result = tune(targets, args.out, player, **chosen_by)
     except KeyboardInterrupt as stop:
         print(f"\nstopped; the same command goes on from {args.out}", file=sys.stderr)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import print_table, read_rows, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity import comparison
@@ -100,10 +101,7 @@ def describe_settings(run: MeasuredRun, profile: Profile) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym fidelity",
-        description="Replay a measured run and print the errors of TTFT, TPOT and latency.",
-    )
+    parser = command_parser("fidelity")
     add = parser.add_argument
     add("--data", type=Path, help="folder of the measured data (default: $SERVEGYM_DATA)")
     add("--run", type=Path, help="folder of another run: requests.jsonl, meta.json")

@@ -1,21 +1,19 @@
 """The papers' claims against the committed results: ``servegym claims [FAMILY]``.
 
-Nothing is computed anew: each claim reads the CSV that the script of its figure left, so the table
-follows the results. `verdicts.judge` judges a figure in percent, `verdicts.holds` a claim without
-one; a gain over a reference that learnt too little is *open*. A paper is judged at the settings
-that it names: *elsewhere* marks findings with other models, fees, cards, fleets or rates, which are
-no verdicts and are not counted.
+Each claim reads the CSV that the script of its figure left. `verdicts.judge` judges a figure in
+percent, `verdicts.holds` a claim without one; a gain over a reference that learnt too little is
+*open*, and *elsewhere* marks findings at settings that the paper does not name.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from servegym._checks import choose
 from servegym.envs.families import FAMILIES, family_named
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.papers.placement import claims as claims_placement
 from servegym.experiments.papers.prefix import claims as claims_prefix
@@ -75,9 +73,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: If a family is unknown.
     """
-    parser = argparse.ArgumentParser(
-        prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command_parser("claims")
     parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
     names = parser.parse_args(argv).family
     chosen = [choose("family", family_named(name).group, TITLES) for name in names]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +51,6 @@ WIDE = 2
 """Panels that stand side by side: a page of the documentation shows no more at a readable size."""
 DENSE = 15
 """From so many points on a line has a band in place of marks and bars."""
-SHUFFLED = "shuffled rewards"
 
 Rows = Sequence[Mapping[str, Any]]
 Names = str | tuple[str, ...]
@@ -271,94 +268,3 @@ class Bars(Lines):
                 label = None if index else self._label(self.reference)
                 axis.scatter(at, marks, marker="_", s=90, color="black", zorder=3, label=label)
         axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curves:
-    """Learning curves: a line a training by processor seconds, between the rules' levels.
-
-    A row with ``cpu_s`` is an evaluation of a training, one without a rule on the same episodes.
-    The trainings of an agent have one colour, a control with shuffled rewards is grey. The axis
-    shows what a training reaches after its first evaluation, and the rules near that.
-
-    Attributes:
-        y: Column of the metric.
-        label: Name of the metric with its unit.
-        run: Columns that tell trainings apart; the first has the policy, or ``policy_seed``.
-        names: Names of policies other than the table's.
-        panels: Columns whose values have panels of their own, and their unit.
-        where: Whether a row is shown; all of them by default.
-    """
-
-    y: str
-    label: str
-    run: Names
-    names: Mapping[str, str] = field(default_factory=dict)
-    panels: tuple[str, str] | None = None
-    where: Callable[[Mapping[str, Any]], bool] | None = None
-
-    def __call__(self, rows: Rows) -> Any:
-        """The matplotlib figure of a table's rows."""
-        rows = [row for row in rows if self.where is None or self.where(row)]
-        parts: dict[Any, list[Mapping[str, Any]]] = {}
-        for row in rows:
-            parts.setdefault(row[self.panels[0]] if self.panels else "", []).append(row)
-        size = (max(5.2 * len(parts), 8.0), 4.4)
-        figure, axes = pyplot().subplots(
-            1, len(parts), figsize=size, squeeze=False, layout="constrained"
-        )
-        for axis, (panel, part) in zip(axes.flat, parts.items(), strict=True):
-            self._draw(axis, part)
-            if self.panels:
-                axis.set_title(f"{panel:g} {self.panels[1]}", fontsize=10)
-        axes[0, 0].set_ylabel(self.label)
-        legend(figure, axes[0, 0])
-        return figure
-
-    def policy(self, row: Mapping[str, Any]) -> str:
-        """Name of the policy of a row."""
-        name = re.sub(r"_\d+$", "", row[_columns(self.run)[0]])
-        return self.names.get(name, name)
-
-    def trainings(self, rows: Rows) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-        """The evaluations of each training: (policy, training) -> rows."""
-        runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        for row in rows:
-            if row["cpu_s"] != "" and (self.where is None or self.where(row)):
-                runs.setdefault((self.policy(row), _at(row, self.run)), []).append(row)
-        return runs
-
-    def _draw(self, axis: Any, rows: Rows) -> None:
-        rules = {self.policy(row): row[self.y] for row in rows if row["cpu_s"] == ""}
-        runs = self.trainings(rows)
-        count = Counter(name for name, _ in runs)
-        agents = [name for name in count if "shuffled" not in name]
-        look: dict[str, dict[str, Any]] = {
-            name: {"color": "0.6", "linestyle": ":", "label": SHUFFLED} for name in count
-        }
-        for name, colour in zip(agents, ("black", "tab:blue"), strict=False):
-            label = f"{name}, {count[name]} trainings"
-            look[name] = {"color": colour, "marker": ".", "markersize": 3, "label": label}
-        for (name, _), run in runs.items():
-            axis.plot(
-                [r["cpu_s"] for r in run], [r[self.y] for r in run], linewidth=1, **look[name]
-            )
-            look[name]["label"] = None  # once in the legend
-        after = [run[1:] or run for (name, _), run in runs.items() if name in agents]
-        reached = [row[self.y] for run in after for row in run]
-        low, high = min(reached), max(reached)
-        room = 3 * (high - low) or np.inf
-        near = {k: v for k, v in rules.items() if low - room <= v <= high + room}
-        low, high = min([low, *near.values()]), max([high, *near.values()])
-        levels = [*rules.items()]
-        levels += [(SHUFFLED, run[-1][self.y]) for (k, _), run in runs.items() if k not in agents]
-        far = [f"{name} {level:.3g}" for name, level in levels if not low <= level <= high]
-        beyond = f"\nbeyond the axis: {', '.join(far)}" if far else ""
-        margin = 0.06 * (high - low) or 1.0
-        axis.set(xlim=(0, None), ylim=(low - margin, high + margin))
-        axis.set_xlabel(f"processor seconds of the training{beyond}")
-        colours = {name: f"C{1 + k}" for k, name in enumerate(near)}
-        for name, value in near.items():
-            axis.axhline(value, color=colours[name], linestyle="--", linewidth=1)
-        label_ends(axis, near, colours)
-        axis.grid(alpha=0.25)

@@ -1,10 +1,7 @@
 """Tables of papers: settings x policies -> columns, their notes and their picture.
 
 A module of a family's folder here has ``STUDIES``, a record for each table that it makes, and
-``main``, their command line: ``servegym figures FAMILY`` runs them all, ``python -m
-servegym.experiments.papers.FAMILY.MODULE`` one module. Measuring writes the table (see
-`servegym.experiments.evaluation.tables`) and draws the picture; ``--draw`` draws the tables that
-are there and measures nothing.
+``main``, their command line: ``servegym figures FAMILY`` runs them all.
 """
 
 from __future__ import annotations
@@ -20,10 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from servegym._checks import choose
+from servegym._checks import choose, whole
 from servegym.envs.families import family_named
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation.output import read_rows, write_text
-from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
+from servegym.experiments.evaluation.tables import Note, provenance, write_result
 from servegym.experiments.papers.plotting import as_png
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -33,25 +31,14 @@ Row = dict[str, Any]
 
 
 class Options(argparse.Namespace):
-    """The parsed command line of a module; a module's own options are further attributes.
+    """The parsed command line of a module; a module's own options are further attributes."""
 
-    Attributes:
-        out: Folder of the results.
-        episodes: Episodes (or repetitions) a policy and setting.
-        quick: Whether this is a smoke run, whose numbers are not results.
-        draw: Whether to draw the tables that are there and measure nothing.
-        figure: Names of the figures to make.
-        resume: Whether settings that the table has already are not measured again.
-        command: The command line, for the record.
-    """
-
-    out: Path
-    episodes: int
-    quick: bool
-    draw: bool = False
-    figure: Sequence[str]
-    resume: bool = False
-    command: str
+    out: Path  # folder of the results
+    episodes: int  # (or repetitions) a policy and setting
+    quick: bool  # a smoke run, whose numbers are not results
+    draw: bool = False  # the tables that are there, and measure nothing
+    figure: Sequence[str]  # names of the figures to make
+    command: str  # the command line, for the record
 
 
 @dataclass(frozen=True)
@@ -71,8 +58,6 @@ class Study:
         beside: Further tables: their rows, given all rows.
         facts: Facts of the run for the record, given the command line.
         packages: Packages whose versions are recorded.
-        key: Columns that tell settings apart, which are then mappings with these entries: the table
-            has each setting as soon as it is measured, and ``--resume`` goes on from there.
     """
 
     name: str
@@ -86,29 +71,18 @@ class Study:
     beside: Mapping[str, Callable[[Sequence[Row]], Sequence[Row]]] = field(default_factory=dict)
     facts: Callable[[Any], Mapping[str, Any]] = lambda options: {}
     packages: Sequence[str] = ()
-    key: tuple[str, ...] = ()
 
     def measure(self, options: Any) -> list[Row]:
         """The rows of all settings, in their order."""
-        settings = list(self.settings(options))
-        if not self.key:
-            return [row for setting in settings for row in self._rows(options, setting)]
-        points = {tuple(setting[column] for column in self.key): setting for setting in settings}
-        order = {point: index for index, point in enumerate(points)}
-        table = Table(options.out / f"{self.name}.csv", self.key, load=options.resume)
-        table.discard(lambda row: table.key_of(row) not in order)
-        for point in table.missing(points):
-            rows = self._rows(options, points[point])
-            table.update(rows, order=lambda row: order[table.key_of(row)])
-        return table.rows
-
-    def _rows(self, options: Any, setting: Any) -> list[Row]:
-        if setting:
-            print(f"{self.name}: {_written(setting)}", flush=True)
-        policies = self.policies
-        if callable(policies):
-            policies = policies(options, setting)
-        return list(self.columns(options, setting, policies))
+        rows: list[Row] = []
+        for setting in self.settings(options):
+            if setting:
+                print(f"{self.name}: {_written(setting)}", flush=True)
+            policies = self.policies
+            if callable(policies):
+                policies = policies(options, setting)
+            rows += self.columns(options, setting, policies)
+        return rows
 
     def write(self, options: Any, rows: Sequence[Row]) -> set[str]:
         """Print the notes and write the tables; returns the names of these."""
@@ -168,7 +142,13 @@ def command(
         parser = _parser(module, doc, studies, episodes)
         if add is not None:
             add(parser)
-        options = _parsed(parser, argv, episodes)
+        options = parser.parse_args(argv, Options())
+        if options.episodes is None:
+            options.episodes = min(2, episodes) if options.quick else episodes
+        whole("episodes", options.episodes, 1)
+        options.out.mkdir(parents=True, exist_ok=True)
+        words = sys.argv[1:] if argv is None else argv
+        options.command = shlex.join([*parser.prog.split(), *map(str, words)])
         if options.draw:
             shipped = RESULTS / module.split(".")[-2]
             for study in studies:
@@ -208,22 +188,7 @@ def _parser(
     add("--draw", action="store_true", help="draw the tables, measure nothing")
     add("--episodes", type=int, help=f"episodes a policy and setting ({episodes})")
     add("--figure", nargs="+", choices=names, default=names, help="which ones (all)")
-    if any(study.key for study in studies):
-        add("--resume", action="store_true", help="measure only the settings that are missing")
     return parser
-
-
-def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, episodes: int) -> Options:
-    """The command line, checked; makes the folder of the results."""
-    options = parser.parse_args(argv, Options())
-    if options.episodes is None:
-        options.episodes = min(2, episodes) if options.quick else episodes
-    if options.episodes < 1:
-        raise ValueError(f"episodes is {options.episodes}; allowed is 1 or more")
-    options.out.mkdir(parents=True, exist_ok=True)
-    words = sys.argv[1:] if argv is None else argv
-    options.command = shlex.join([*parser.prog.split(), *map(str, words)])
-    return options
 
 
 def _draw_into(options: Options, study: Study, *folders: Path) -> None:
@@ -250,40 +215,26 @@ def _title(module: ModuleType) -> str:
     return (module.__doc__ or "").partition("\n")[0]
 
 
-def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> int:
-    """Run modules of studies one after another.
-
-    Args:
-        family: Name or group of an environment family.
-        only: Names of modules; all of them by default.
-        arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
-
-    Returns:
-        How many of them ended with a status other than zero.
+def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+    """Run modules of studies, all of them by default; each ``main`` gets the ``arguments``.
 
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.
     """
     modules = list_modules(family)
-    failed = 0
     for name in [choose("only", name, modules) for name in only] or modules:
         print(f"{name}: {_title(modules[name])}", flush=True)
         begin = time.perf_counter()
-        status = modules[name].main(list(arguments)) or 0
-        failed += bool(status)
-        result = f"failed with status {status}" if status else "done"
-        print(f"{name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
-    return failed
+        modules[name].main(list(arguments))
+        print(f"{name}: done in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Command line of ``servegym figures``; 1 if a figure fails."""
-    parser = argparse.ArgumentParser(
-        prog="servegym figures",
-        description="Compute and draw the figures and tables of a family; other words go to each "
-        "figure: --quick (a smoke run), --episodes N, --figure NAME and --out FOLDER.",
-        allow_abbrev=False,  # `--o` is the figures' word
-    )
+def main(argv: Sequence[str]) -> None:
+    """Command line of ``servegym figures``."""
+    parser = command_parser("figures")
+    parser.epilog = "Other words go to each figure: --quick (a smoke run), --episodes N, --figure "
+    parser.epilog += "NAME and --out FOLDER."
+    parser.allow_abbrev = False  # `--o` is the figures' word
     add = parser.add_argument
     add("family", help="a family, see `servegym list`")
     text = "run this figure alone; repeatable"
@@ -296,9 +247,9 @@ def main(argv: Sequence[str]) -> int:
         width = max(map(len, modules))
         for name, module in modules.items():
             print(f"{name:<{width}}  {_title(module)}")
-        return 0
+        return
     words += ["--draw"] if options.draw else []
-    return int(run_modules(options.family, options.only, words) > 0)
+    run_modules(options.family, options.only, words)
 
 
 def list_pictures(family: str) -> dict[str, Study]:
@@ -309,11 +260,6 @@ def list_pictures(family: str) -> dict[str, Study]:
     """
     studies = [study for module in list_modules(family).values() for study in module.STUDIES]
     return {study.name: study for study in studies if study.picture is not None}
-
-
-def draw_named(family: str, name: str, folder: Path) -> bytes | None:
-    """`draw` of the study of a family that has this name, for another process."""
-    return draw(list_pictures(family)[name], folder)
 
 
 def ends(options: Options, values: Sequence[Any]) -> Sequence[Any]:

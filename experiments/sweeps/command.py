@@ -8,6 +8,7 @@ from pathlib import Path
 from servegym._checks import whole
 from servegym._command_line import add_settings, parse_settings
 from servegym.experiments.cli import command_parser
+from servegym.experiments.sweeps.run import run_sweep
 from servegym.experiments.sweeps.spec import list_sweeps, read_sweep
 
 
@@ -32,7 +33,4 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"name a sweep file or one of {list_sweeps()}")
     sweep, settings = read_sweep(options.file), parse_settings(options.set)
     whole("seed", options.seed, 0, 1 << 32)
-
-    from servegym.experiments.sweeps.run import run_sweep  # needs Optuna, which a list does not
-
     run_sweep(sweep, options.trials, options.workers, options.out, options.seed, settings)

@@ -1,15 +1,12 @@
 """Run a sweep file on this machine: Optuna chooses, every run is a process of the agent.
 
-The files are those that ``wandb sweep`` takes. ``bayes`` is Optuna's tree-structured Parzen
-estimator, ``random`` and ``grid`` are as in wandb, and early termination its hyperband pruner. A
-run's value is the best evaluation of its log, since the agent saves that checkpoint. A sweep can
-be stopped at any time and resumed: finished runs stay, unfinished ones are run again with the same
-arguments.
+``bayes`` is Optuna's tree-structured Parzen estimator, and early termination its hyperband pruner.
+A run's value is the best evaluation of its log, since the agent saves that checkpoint. A stopped
+sweep goes on: unfinished runs are run again with the same arguments.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shlex
@@ -24,30 +21,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from servegym._checks import whole
 from servegym._command_line import interrupt_on_signals
 from servegym._files import locked, naming
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.papers.plotting import Lines, as_png
 from servegym.experiments.runs import read_metrics
-from servegym.experiments.sweeps.spec import Parameter, Sweep
+from servegym.experiments.sweeps.spec import Sweep
 
 JOURNAL = "study.journal"
 POLL_S = 0.5
-MIN_FOR_IMPORTANCE = 4
-"""Complete runs that the importances of the parameters need."""
-MAX_FAILURES = 3
-"""Failed runs after which a sweep without any good run ends."""
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 def run_sweep(
@@ -58,272 +45,199 @@ def run_sweep(
     seed: int = 0,
     fixed: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Run or resume a sweep until it has ``trials`` finished runs.
+    """Run or resume a sweep until it has ``trials`` finished runs, or failed ones in their place.
 
-    Args:
-        sweep: The sweep.
-        trials: Finished runs in the end, earlier ones included; a grid ends when it is complete.
-        workers: Runs at a time, each a process with one thread.
-        out: Folder of the sweep; ``sweeps/NAME`` by default.
-        seed: Seed of the choice of parameters.
-        fixed: Arguments of the agent that take precedence over the file's.
+    ``fixed`` are arguments of the agent that take precedence over the file's.
 
     Returns:
-        The folder: ``trials.csv``, ``importance.csv``, ``sweep.png``, ``runs/``.
+        The folder, by default ``sweeps/NAME``: ``trials.csv``, ``runs/``.
 
     Raises:
         ValueError: If an argument is out of range, another process runs the sweep, or its folder
             holds another sweep.
-        RuntimeError: If every run fails, or the first one logs no such metric.
+        RuntimeError: If every run fails, or one logs no such metric.
     """
     whole("trials", trials, 1)
     whole("workers", workers, 1)
-    trials = min(trials, sweep.run_cap or trials)
-    folder = out or Path("sweeps") / sweep.path.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder), interrupt_on_signals():
-        mend_journal(folder / JOURNAL)
-        save_definition(folder, sweep, fixed or {})
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        runs = _Runs(sweep, folder, trials, seed, dict(fixed or {}))
+    folder, fixed = out or Path("sweeps") / sweep.path.stem, dict(fixed or {})
+    definition = sweep.path.read_text(encoding="utf-8")
+    if fixed:
+        definition += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
+    held = hold(folder, "sweep.yaml", definition)
+    with held, interrupt_on_signals(), naming(folder / JOURNAL):
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        study, stop = _study(sweep, folder, seed), threading.Event()
+        finished = len(study.get_trials(deepcopy=False, states=FINISHED))
+        places = iter(range(trials - finished))
+
+        def work() -> None:
+            for _ in places:
+                trial = study.ask(dict(sweep.searched))
+                state, best = _run(trial, sweep, folder, fixed, stop)
+                if stop.is_set():
+                    return  # left as running: the next process runs it again
+                study.tell(trial, best if state == TrialState.COMPLETE else None, state)
+                write_csv(folder / "trials.csv", _rows(study, sweep))
+                _tell(study.trials[trial.number], sweep)
+
         with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(runs.loop) for _ in range(workers)]
+            futures = [pool.submit(work) for _ in range(workers)]
             try:
                 for future in futures:
                     future.result()
             except BaseException:
-                runs.stop.set()
+                stop.set()
                 raise
-        runs.report(seed)
-        if runs.failed and not runs.finished():
-            raise RuntimeError(runs.lacks or f"every run failed; see {folder / 'runs'}")
+        _report(_rows(study, sweep), sweep, folder, {"seed": seed, "fixed": fixed})
+        if not study.get_trials(deepcopy=False, states=FINISHED):
+            raise RuntimeError(f"every run failed; see {folder / 'runs'}")
     return folder
 
 
-def lock(folder: Path) -> BinaryIO:
-    """Hold the folder of a sweep or a tuning; refuse one that another process holds."""
-    return locked(folder / "lock", f"out is {str(folder)!r}, where another process is at work")
-
-
-def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:
-    """Write ``sweep.yaml``: the file and the fixed arguments of the sweep.
+def hold(folder: Path, name: str, definition: str) -> BinaryIO:
+    """Make and lock the folder of a search, or go on in one that has this definition.
 
     Raises:
-        ValueError: If the folder holds the runs of another definition.
+        ValueError: If it cannot be made, has anything else, or another process holds it.
     """
-    text = sweep.path.read_text(encoding="utf-8")
-    if fixed:
-        text += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
-    definition = folder / "sweep.yaml"
-    if definition.exists() and definition.read_text(encoding="utf-8") != text:
-        raise ValueError(
-            f"out is {str(folder)!r}, which holds another sweep or another version of this one; "
-            "name another folder"
-        )
-    write_text(definition, text)
+    out, file = f"out is {str(folder)!r}", folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out}, which is no folder ({error.strerror}): name another") from None
+    same = file.exists() and file.read_text(encoding="utf-8") == definition
+    if not same and any(folder.iterdir()):
+        raise ValueError(f"{out}, which holds another search or other files: name another folder")
+    held = locked(folder / "lock", f"{out}, where another process is at work")
+    write_text(file, definition)
+    return held
 
 
-def mend_journal(journal: Path) -> None:
-    """Undo what a killed process left: Optuna's lock, which nobody holds, and a half-written line.
+def open_study(folder: Path, name: str, maximize: bool) -> tuple[optuna.Study, list[FrozenTrial]]:
+    """A study whose journal is in a folder, and the runs that a killed process left, now failed.
 
-    Optuna waits for ever where the lock is a link to no file, as it is after a relative path.
+    What it left of the journal is mended: Optuna's lock, which nobody holds, and a half-written
+    line. Optuna waits for ever where the lock is a link to no file, as it is after a relative path.
     """
+    journal = folder / JOURNAL
     Path(f"{journal}.lock").unlink(missing_ok=True)
     if journal.exists():
         whole, end, cut = journal.read_bytes().rpartition(b"\n")
         if cut:
             write_text(journal, whole + end)
+    study = optuna.create_study(
+        study_name=name,
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
+        load_if_exists=True,
+        direction="maximize" if maximize else "minimize",
+    )
+    left = study.get_trials(states=(TrialState.RUNNING,))
+    for trial in left:
+        study.tell(trial.number, state=TrialState.FAIL)
+    return study, left
 
 
 def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
-    """The study in a folder, with the runs first in its queue that a stopped process left."""
-    journal = folder / JOURNAL
-    backend: Any = JournalFileBackend(str(journal))
-    append = backend.append_logs
-
-    def append_logs(logs: list[dict[str, Any]]) -> None:
-        with naming(journal):
-            append(logs)
-
-    backend.append_logs = append_logs
-    storage = optuna.storages.JournalStorage(backend)
-    begun = optuna.study.get_all_study_names(storage)
-    done = len(optuna.load_study(study_name="sweep", storage=storage).trials) if begun else 0
+    """The study in a folder, with the runs first in its queue that a killed process left."""
+    study, left = open_study(folder, "sweep", sweep.maximize)
     # A sampler begins anew with every process, so that its seed must not be the one of before.
-    sampler: Any = optuna.samplers.RandomSampler(seed=seed + done)
+    seed += len(study.trials)
+    study.sampler = optuna.samplers.RandomSampler(seed=seed)
     if sweep.method == "bayes":
-        sampler = optuna.samplers.TPESampler(seed=seed + done, multivariate=True)
-    pruner: Any = optuna.pruners.NopPruner()
+        study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
+    study.pruner = optuna.pruners.NopPruner()
     if sweep.min_iter:
         least, eta = sweep.min_iter, sweep.eta
-        pruner = optuna.pruners.HyperbandPruner(min_resource=least, reduction_factor=eta)
-    settings: dict[str, Any] = {"storage": storage, "sampler": sampler, "pruner": pruner}
-    settings["direction"] = "maximize" if sweep.maximize else "minimize"
-    study = optuna.create_study(study_name="sweep", load_if_exists=True, **settings)
-    if sweep.method == "grid" and not study.trials:
-        names = list(sweep.searched)
-        for point in itertools.product(*(sweep.searched[name].values for name in names)):
-            study.enqueue_trial(dict(zip(names, point, strict=True)))
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)
+        study.pruner = optuna.pruners.HyperbandPruner(min_resource=least, reduction_factor=eta)
+    for trial in left:
         if set(trial.params) == set(sweep.searched):
             study.enqueue_trial(trial.params)
     return study
 
 
-def _distribution(parameter: Parameter) -> BaseDistribution:
-    if parameter.values:
-        return CategoricalDistribution(parameter.values)
-    if parameter.whole:
-        return IntDistribution(int(parameter.low), int(parameter.high))
-    return FloatDistribution(float(parameter.low), float(parameter.high), log=parameter.log)
+def _run(
+    trial: optuna.Trial,
+    sweep: Sweep,
+    folder: Path,
+    fixed: Mapping[str, Any],
+    stop: threading.Event,
+) -> tuple[TrialState, float]:
+    """A run to its end, its evaluations told to the pruner meanwhile; how it ended, its best one.
+
+    Raises:
+        RuntimeError: If it logs no such metric.
+    """
+    begin, run = time.monotonic(), folder / "runs" / f"trial_{trial.number:04d}"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    values: list[float] = []
+
+    def report_evaluations() -> bool:
+        """Report what is new in the log; whether the run is to end."""
+        prune = stop.is_set()
+        logged = [row.get(sweep.metric) for row in read_metrics(run)]
+        for value in [float(value) for value in logged if value is not None][len(values) :]:
+            values.append(value)
+            trial.report(value, len(values))
+            prune |= bool(sweep.min_iter and trial.should_prune())
+        return prune
+
+    command = agent_command(sweep, {**trial.params, **fixed}, run)
+    status = run_process(command, run / "output.log", report_evaluations)
+    if status is not None:
+        report_evaluations()  # those of the last moment; a run that has ended is not pruned
+    trial.set_user_attr("seconds", round(time.monotonic() - begin, 1))
+    trial.set_user_attr("evaluations", len(values))
+    if status:
+        return TrialState.FAIL, math.nan
+    if status == 0 and not values:
+        names = sorted({name for row in read_metrics(run) for name in row})
+        raise RuntimeError(
+            f"metric {sweep.metric!r} is not in the log of {run.name}; in it are: "
+            f"{', '.join(names) or 'nothing'}"
+        )
+    best = (max if sweep.maximize else min)(values, default=math.nan)
+    trial.set_user_attr("best", best)
+    return TrialState.PRUNED if status is None else TrialState.COMPLETE, best
 
 
-class _Runs:
-    """The runs of a sweep, which worker threads share."""
+def _tell(trial: FrozenTrial, sweep: Sweep) -> None:
+    """Print a line of a run that has ended."""
+    best, name = trial.user_attrs.get("best", math.nan), f"trial_{trial.number:04d}"
+    outcome = f"{sweep.metric} {best:.5g}"
+    if trial.state == TrialState.PRUNED:
+        outcome = f"stopped early at {best:.5g}"
+    elif trial.state == TrialState.FAIL:
+        outcome = "failed, see its output.log"
+    chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
+    print(f"{name}: {outcome} ({trial.user_attrs['seconds']:.0f} s; {chosen})", flush=True)
 
-    def __init__(
-        self, sweep: Sweep, folder: Path, trials: int, seed: int, fixed: dict[str, Any]
-    ) -> None:
-        self.sweep, self.folder, self.study = sweep, folder, _study(sweep, folder, seed)
-        self.trials, self.fixed = trials, fixed
-        self.best = max if sweep.maximize else min
-        self.lock, self.stop = threading.Lock(), threading.Event()
-        self.running, self.failed, self.lacks = 0, 0, ""
 
-    def finished(self) -> int:
-        """How many runs count: complete ones and those stopped early."""
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        return len(self.study.get_trials(deepcopy=False, states=states))
+def _rows(study: optuna.Study, sweep: Sweep) -> list[dict[str, Any]]:
+    """A row a run, the best first."""
+    rows, metric = [], sweep.metric
+    for trial in study.get_trials(deepcopy=False, states=(*FINISHED, TrialState.FAIL)):
+        row = {"trial": trial.number, "state": trial.state.name.lower()}
+        row[metric] = trial.user_attrs.get("best", math.nan)
+        row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
+        rows.append(row | {name: trial.params.get(name, "") for name in sweep.searched})
+    sign = -1 if sweep.maximize else 1
+    return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
 
-    def next_trial(self) -> optuna.Trial | None:
-        """The next run with its arguments, or None when there is no more to begin."""
-        with self.lock:
-            if self.stop.is_set() or self.finished() + self.running >= self.trials:
-                return None
-            waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-            if self.sweep.method == "grid" and not waiting:
-                return None
-            searched = self.sweep.searched.items()
-            trial = self.study.ask({name: _distribution(one) for name, one in searched})
-            self.running += 1
-            return trial
 
-    def loop(self) -> None:
-        """Run trials one after another until there are enough."""
-        while (trial := self.next_trial()) is not None:
-            try:
-                self.run(trial)
-            finally:
-                with self.lock:
-                    self.running -= 1
-
-    def run(self, trial: optuna.Trial) -> None:
-        """One run: the agent's process, its evaluations to the pruner, its value to the study."""
-        begin = time.monotonic()
-        run = self.folder / "runs" / f"trial_{trial.number:04d}"
-        shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True)
-        values: list[float] = []
-
-        def report_evaluations() -> bool:
-            """Report what is new in the log; whether the run is to end."""
-            prune = self.stop.is_set()
-            logged = [row.get(self.sweep.metric) for row in read_metrics(run)]
-            new = [float(value) for value in logged if value is not None][len(values) :]
-            for value in new:
-                values.append(value)
-                with self.lock:
-                    trial.report(value, len(values))
-                    prune |= bool(self.sweep.min_iter and trial.should_prune())
-            return prune
-
-        command = agent_command(self.sweep, {**trial.params, **self.fixed}, run)
-        status = run_process(command, run / "output.log", report_evaluations)
-        if self.stop.is_set():
-            return  # left as running: the next process runs it again
-        if status is not None:
-            report_evaluations()  # those of the last moment; a run that has ended is not pruned
-        self.finish(trial, run, status, values, begin)
-
-    def finish(
-        self, trial: optuna.Trial, run: Path, status: int | None, values: list[float], begin: float
-    ) -> None:
-        """Record how a run ended, None is stopped early, and print a line."""
-        seconds = time.monotonic() - begin
-        best = self.best(values) if values else math.nan
-        good = status == 0 and bool(values)
-        ended = TrialState.COMPLETE if good else TrialState.FAIL
-        outcome = f"{self.sweep.metric} {best:.5g}"
-        if status is None:
-            ended, outcome = TrialState.PRUNED, f"stopped early at {best:.5g}"
-        with self.lock:
-            trial.set_user_attr("seconds", round(seconds, 1))
-            trial.set_user_attr("evaluations", len(values))
-            if ended != TrialState.FAIL:
-                trial.set_user_attr("best", best)
-            self.study.tell(trial, best if good else None, ended)
-            if ended == TrialState.FAIL:
-                self.failed += 1
-                outcome = f"failed with status {status}, see {run / 'output.log'}"
-                if status == 0:
-                    names = {name for row in read_metrics(run) for name in row}
-                    outcome = self.lacks = (
-                        f"metric {self.sweep.metric!r} is not in the log of {run.name}; in it are: "
-                        f"{', '.join(sorted(names)) or 'nothing'}"
-                    )
-                if (self.failed >= MAX_FAILURES or self.lacks) and not self.finished():
-                    self.stop.set()
-            write_csv(self.folder / "trials.csv", self.rows())
-            chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
-            print(f"{run.name}: {outcome} ({seconds:.0f} s; {chosen})", flush=True)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row a run, the best first."""
-        rows, metric = [], self.sweep.metric
-        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-        for trial in self.study.get_trials(deepcopy=False, states=ended):
-            row = {"trial": trial.number, "state": trial.state.name.lower()}
-            row[metric] = trial.user_attrs.get("best", math.nan)
-            row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
-            rows.append(row | {name: trial.params.get(name, "") for name in self.sweep.searched})
-        sign = -1 if self.sweep.maximize else 1
-        return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
-
-    def report(self, seed: int) -> None:
-        """Print the best runs, write the table, the importances and the plot."""
-        rows, metric, folder = self.rows(), self.sweep.metric, self.folder
-        command = shlex.join(["servegym", "sweep", str(self.sweep.path), "--out", str(folder)])
-        settings = {"seed": seed, "fixed": self.fixed}
-        origin = provenance(command, packages=("optuna",), settings=settings)
-        write_result(folder / "trials", rows, origin)
-        names = list(self.sweep.searched)
-        shown = []
-        for row in rows[:10]:
-            chosen = (short(row[name]) for name in names)
-            shown.append([str(row["trial"]), row["state"], f"{row[metric]:.5g}", *chosen])
-        print_table(f"Best runs of {len(rows)}", ["trial", "state", metric, *names], shown)
-        complete = [row for row in rows if row["state"] == "complete"]
-        files = ["trials.csv"]
-        varied = [name for name in names if len({row[name] for row in complete}) > 1]
-        if len(complete) >= MIN_FOR_IMPORTANCE and varied:
-            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-            importance = optuna.importance.get_param_importances(
-                self.study, evaluator=evaluator, params=varied
-            )
-            table = [{"parameter": k, "importance": round(v, 4)} for k, v in importance.items()]
-            write_csv(folder / "importance.csv", table)
-            files.append("importance.csv")
-        else:
-            least = f"{MIN_FOR_IMPORTANCE} are needed"
-            print(f"no importances from {len(complete)} complete runs; {least}")
-        if complete:
-            done = sorted((r for r in rows if r["state"] != "fail"), key=lambda r: r["trial"])
-            best = itertools.accumulate((row[metric] for row in done), self.best)
-            done = [row | {"best so far": value} for row, value in zip(done, best, strict=True)]
-            picture = Lines(x="trial", y=(metric, "best so far"))
-            write_text(folder / "sweep.png", as_png(picture(done)))
-        print(f"{folder}: {', '.join([*files, 'sweep.png'])}")
+def _report(
+    rows: list[dict[str, Any]], sweep: Sweep, folder: Path, settings: Mapping[str, Any]
+) -> None:
+    """Print the best runs and write the table with its record."""
+    command = shlex.join(["servegym", "sweep", str(sweep.path), "--out", str(folder)])
+    origin = provenance(command, packages=("optuna",), settings=settings)
+    write_result(folder / "trials", rows, origin)
+    names, shown = list(sweep.searched), []
+    for row in rows[:10]:
+        chosen = (short(row[name]) for name in names)
+        shown.append([str(row["trial"]), row["state"], f"{row[sweep.metric]:.5g}", *chosen])
+    print_table(f"Best runs of {len(rows)}", ["trial", "state", sweep.metric, *names], shown)
+    print(f"{folder}: trials.csv")
 
 
 def short(value: Any) -> str:
@@ -359,6 +273,6 @@ def run_process(command: list[str], log: Path, stop: Callable[[], bool]) -> int 
 
 def agent_command(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:
     """The agent's command line: as wandb writes it, but with no account and our folder."""
-    constants = {name: p.values[0] for name, p in sweep.parameters.items() if len(p.values) == 1}
-    arguments = {**constants, **chosen, "track": False, "out_dir": run.parent, "run_name": run.name}
+    arguments = {**sweep.constants, **chosen, "track": False}
+    arguments |= {"out_dir": run.parent, "run_name": run.name}
     return [sys.executable, "-m", sweep.module, *(f"--{k}={v}" for k, v in arguments.items())]

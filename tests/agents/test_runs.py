@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import sys
-import threading
 from dataclasses import asdict
 from functools import cache
 from importlib import import_module
@@ -15,7 +14,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-import tyro
 from safetensors.torch import load_file, save_file
 
 import servegym.agents
@@ -26,10 +24,8 @@ from servegym.agents.lib.checkpoint import (
     checksum,
     read_content,
     shipped,
-    write_checkpoint,
 )
-from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.run_log import Interrupted, RunLog
+from servegym.agents.lib.run_log import RunLog
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.evaluation.evaluate import evaluate
@@ -68,9 +64,9 @@ def trained_in_two(policy, folder, monkeypatch):
         plain(log, step, *state)
 
     monkeypatch.setattr(RunLog, "snapshot", told_to_stop)
-    with pytest.raises(Interrupted) as stop:
+    with pytest.raises(KeyboardInterrupt) as stop:
         module.train(args)
-    assert stop.value.number == signal.SIGTERM
+    assert stop.value.args == (signal.SIGTERM,)
     monkeypatch.setattr(RunLog, "snapshot", plain)
     with open(folder / "run" / "metrics.jsonl", "a") as file:
         file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
@@ -86,7 +82,6 @@ def test_one_seed_has_one_log_though_the_run_be_cut(policy, run_of, tmp_path, mo
     one, other = (load_file(each / "last.safetensors") for each in (run, again))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert not list(run.glob("*.tmp")) and (run / "best.safetensors").exists()
-    assert not [one for one in threading.enumerate() if one.name == "servegym-status"]
     assert all(np.isfinite(list(row.values())).all() for row in log)
     assert log[-1]["global_step"] >= TINY[policy][1]["total_timesteps"]
     assert sum("eval/score" in row for row in log) > 1
@@ -135,8 +130,8 @@ def test_a_run_of_one_step_ends_and_another_seed_has_other_weights(agent, tmp_pa
 @pytest.mark.parametrize(
     ("policy", "changes", "named"),
     [
-        ("ppo", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
-        ("sac_han", {"eval_every": 0}, "eval_every: got 0; it must be 1 or more"),
+        ("ppo", {"num_steps": -1}, "num_steps=-1 must be a whole number, at least 1"),
+        ("sac_han", {"eval_every": 0}, "eval_every=0 must be a whole number, at least 1"),
         ("ppo", {"env_id": ROUTING}, "no single Box"),
         ("direct_search", {"population": 5}, "population"),
         ("direct_search", {"episodes": 9}, "episodes"),
@@ -145,7 +140,7 @@ def test_a_run_of_one_step_ends_and_another_seed_has_other_weights(agent, tmp_pa
             (policy, changes, named)
             for policy in ("ppo_placement", "mappo_placement")
             for changes, named in (
-                ({"group_size": 1}, "group_size: got 1; it must be 2 or more"),
+                ({"group_size": 1}, "group_size=1 must be a whole number, at least 2"),
                 ({"set": ("free_start=false",)}, "free_start belongs to the agent"),
                 ({"set": ("scenario=edge",)}, "edge_hetero"),
             )
@@ -181,18 +176,6 @@ def test_a_mistake_on_the_command_line_is_one_line(agent, tmp_path, monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-@every_agent
-def test_flags_take_values_as_sweeps_write_them(agent):
-    args_of = import_module(f"servegym.agents.{agent}").Args
-
-    def parse(*words):
-        return tyro.cli(args_of, args=words, config=(tyro.conf.FlagConversionOff,))
-
-    given = parse("--track=False", "--save_model=False", "--set", "num_experts=3")
-    assert (given.track, given.save_model, given.set) == (False, False, ("num_experts=3",))
-    assert parse() == args_of()
-
-
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint at"):
         load_policy(tmp_path / "none.safetensors")
@@ -207,34 +190,19 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
 def test_a_flipped_byte_of_a_checkpoint_is_seen(tmp_path):
     path = tmp_path / "flipped.safetensors"
     for file in (file for family in FAMILIES for file in shipped(family.name).values()):
-        content = file.read_bytes()
-        assert b'"sha256"' in content, file
-        for at in (-1, -17, content.index(b'"args"') + 12):
-            changed = bytearray(content)
-            changed[at] ^= 1
-            path.write_bytes(changed)
-            with pytest.raises(ValueError, match="flipped.safetensors: field 'sha256' is of anoth"):
-                load_policy(path)
-    net = torch.nn.Linear(2, 1)
-    write_checkpoint(net, {"agent": "ppo"}, path)
-    meta, weights = read_content(path)
-    assert meta == {"agent": "ppo", "sha256": checksum({"agent": "ppo"}, weights)}
-    other = tmp_path / "other.safetensors"
+        changed = bytearray(file.read_bytes())
+        changed[-1] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match="flipped.safetensors: field 'sha256' is of another"):
+            load_policy(path)
+    weights = {"bias": torch.zeros(2), "weight": torch.ones(2, 1)}
+    meta = {"agent": "ppo"}
     for wrong in (weights["bias"].clone(), weights["weight"].T.contiguous()):
-        save_file(weights | {"weight": wrong}, other, meta)
+        save_file(weights | {"weight": wrong}, path, meta | {"sha256": checksum(meta, weights)})
         with pytest.raises(ValueError, match="sha256"):
-            read_content(other)
-    save_file(weights, other, {"agent": "ppo"})  # an older one
-    assert read_content(other)[0] == {"agent": "ppo"}
-
-
-def test_a_collapsed_policy_is_warned_of():
-    def drop(obs, mask):
-        return np.zeros(len(mask), np.int64)
-
-    with pytest.warns(UserWarning, match="action 0 takes 100%"):
-        got = evaluate_router(drop, ROUTING, {"num_experts": 3}, (8.0,), 2, 20)
-    assert got["eval/avg_qos"] == 0.0
+            read_content(path)
+    save_file(weights, path, meta)  # an older one
+    assert read_content(path)[0] == meta
 
 
 def test_an_agent_has_at_most_450_lines():

@@ -30,11 +30,8 @@ class Policy(BasePolicy):
     def __init__(self, system):
         self.experts = system.num_experts
 
-    def episode_start(self, mask):
-        self.turn = np.zeros(len(mask), int) if not hasattr(self, "turn") else self.turn
-        if len(self.turn) != len(mask):
-            self.turn = np.zeros(len(mask), int)
-        self.turn[mask] = 0
+    def reset(self, num_envs, seed=None):
+        self.turn = np.zeros(num_envs, int)
 
     def act(self, observation, action_mask):
         self.turn = self.turn % self.experts + 1

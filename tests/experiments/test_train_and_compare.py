@@ -45,14 +45,13 @@ def test_trains_compares_and_saves(tmp_path, capsys):
 
 def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BASELINES", ())
-    progress = run.Progress(10)
     command = [
         sys.executable,
         "-c",
         "import time; time.sleep(0.2); raise SystemExit('it broke')",
     ]
     with pytest.raises(RuntimeError, match="it broke"):
-        run.measure(command, progress, tmp_path, 1, True)
+        run.measure(command, 10, tmp_path, 1, True)
 
 
 WAITS = """
@@ -100,14 +99,9 @@ def test_no_run_is_written_over(tmp_path, monkeypatch):
     names = [str(run.take_folder(None, "train")) for _ in range(3)]
     assert names == ["runs/train", "runs/train_2", "runs/train_3"]
     monkeypatch.setattr(run, "train_and_compare", lambda *_: pytest.fail("work was done"))
-    for folder, file in (
-        ("runs/train", "metrics.jsonl"),
-        ("runs/train_2", "best.safetensors"),
-        ("runs/train_3", "first_command.csv"),
-    ):
-        Path(folder, file).touch()
-        with pytest.raises(ValueError, match=rf"{folder} holds a run already \({file}\)"):
-            run.main(["--out", folder])
+    Path("runs/train_2/first_command.csv").touch()
+    with pytest.raises(ValueError, match="runs/train_2 is not empty"):
+        run.main(["--out", "runs/train_2"])
 
 
 def evaluation(step, qos):
@@ -132,7 +126,7 @@ def test_the_table_fits_100_columns_and_the_picture_is_drawn(capsys):
     curve = run.learning_curve([evaluation(0, 0.2), evaluation(400, 0.7)])
     curve += [{"policy": n, "cpu_s": None, "avg_qos": 0.4} for n in OTHERS]
     notes = run.findings(table, curve)
-    assert notes[-1]["text"].endswith("(.400) between 0 and 400 decisions (0.0 to 4.0 CPU s)")
+    assert notes[-1].endswith("(.400) between 0 and 400 decisions (0.0 to 4.0 CPU s)")
     run.print_comparison(table, [0.75] * 3, notes)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -144,13 +138,11 @@ def test_the_table_fits_100_columns_and_the_picture_is_drawn(capsys):
 def test_gains_are_over_the_best_heuristic_by_its_interval():
     rows = rows_of({"good": [0.65, 0.66, 0.67], "bad": [0.1, 0.2, 0.3]})
     trained = rows_of({"trained": [0.66, 0.67, 0.68]})
-    found = run.findings(run.summarise_comparison(rows + trained), [])
-    assert [(one["best"], one["verdict"]) for one in found] == [("good", "above")] * 3
-    assert found[0]["gain"] == pytest.approx(0.01) and found[0]["gain_low"] == pytest.approx(0.01)
+    for found in run.findings(run.summarise_comparison(rows + trained), []):
+        assert "trained is above the best, good: +.0100 [+.0100, +.0100]" in found
     trained = rows_of({"trained": [0.64, 0.66, 0.69]})
-    found = run.findings(run.summarise_comparison(rows + trained), [])[0]
-    assert found["gain_low"] < 0 < found["gain_high"]
-    assert found["verdict"] == "not distinguished from"
+    found = run.findings(run.summarise_comparison(rows + trained), [])
+    assert "trained is not distinguished from the best, good" in found[0]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ program: agents/ppo.py
 method: bayes
 metric: {name: eval/score, goal: minimize}
 early_terminate: {type: hyperband, min_iter: 2, eta: 3}
-run_cap: 5
 parameters:
   width: {values: [8, 16, 32]}
   learning_rate: {min: 0.001, max: 0.1, distribution: log_uniform_values}

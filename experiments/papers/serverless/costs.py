@@ -162,7 +162,6 @@ STUDIES = (
         picture=Bars(
             x="method", y="over_mix", line="gpu", panels=("model", "bill"), log="y", level=1.0
         ),
-        key=SETTING,
     ),
     Study(
         "fig10_ratio",
@@ -177,7 +176,6 @@ STUDIES = (
             "throughout",
         ),
         picture=Lines(x="n_out", y="usd_per_1000", line="method", panels=("model", "gpu", "bill")),
-        key=SETTING,
     ),
 )
 

@@ -11,8 +11,7 @@ import pytest
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.evaluation import evaluate as ev
 from servegym.experiments.evaluation.guest import IN_PROCESS
-from servegym.experiments.evaluation.output import check_writable, write_csv, write_json
-from servegym.experiments.evaluation.reporting import expert_names
+from servegym.experiments.evaluation.output import check_writable
 
 ENV_ID = "servegym/LLMRouting-v1"
 SMALL = {"episode_requests": 80, "rate": 8.0}
@@ -72,6 +71,14 @@ def test_one_row_a_policy_and_episode(result):
         assert json.loads(row["env_kwargs"])["split"] == "eval"
         assert json.loads(row["env_kwargs"])["profiles"] == "edge-6-heterogeneous"
     assert [row["clairvoyant"] for row in rows[::4]] == [False, False, False, True]
+
+
+def test_one_model_on_two_experts_gets_two_columns():
+    models = {"models": ["vicuna-7b-v1.5"] * 2}
+    world = SMALL | models | {"profiles": ["rtx4090-llama-3.1-8b"] * 2, "episode_requests": 5}
+    (row,) = ev.evaluate(ENV_ID, ["random"], 1, 7, world)
+    shares = [key for key in row if key.startswith("share_")]
+    assert [key.rpartition("@")[2] for key in shares] == ["1", "2"]
 
 
 def test_policies_get_the_same_episodes(result):
@@ -153,28 +160,13 @@ def test_return_under_another_reward_is_not_compared():
     assert same[0]["return"] == pytest.approx(rows[0]["avg_qos"] * SMALL["episode_requests"])
 
 
-def test_one_model_on_two_experts_gets_two_columns():
-    assert expert_names(["a", "b", "a"]) == ["a@1", "b", "a@3"]
-
-
-def _summary(policy, qos, value):
-    return {"policy": policy, "mean_qos": qos, "return": value}
-
-
-def test_rank_disagreement():
-    agree = [_summary("a", 0.7, 5.0), _summary("b", 0.5, 3.0), _summary("c", 0.6, math.nan)]
-    assert ev.rank_disagreements(agree) == []
-    swapped = [_summary("a", 0.7, 3.0), _summary("b", 0.5, 5.0), _summary("c", 0.1, 1.0)]
-    assert ev.rank_disagreements(swapped) == ["a", "b"]
-
-
 def test_printed_table(result, capsys):
-    rows, logs = result
-    ev.print_summary([row for row in rows if row["policy"] != "oracle"], logs)
+    rows, _ = result
+    ev.print_summary([row for row in rows if row["policy"] != "oracle"])
     short = capsys.readouterr().out
     assert short.count("policy") == 1 and max(map(len, short.splitlines())) <= 100  # one table
     assert "late %" in short and not any(w in short for w in ("Share of", "return", "TPOT"))
-    ev.print_summary(rows, logs, every=True)
+    ev.print_summary(rows, every=True)
     text = capsys.readouterr().out
     assert "edge-6-heterogeneous" in text and "seeds 7..10" in text
     for needed in ("drop %", "reject %", "ms/token", "ceiling (mean best score)", "Share of"):
@@ -190,12 +182,9 @@ def test_printed_table(result, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"episodes": 0}, "episodes"),
         ({"seed": -1}, "seed"),
         ({"policies": []}, "policies"),
-        ({"policies": ["gredy_qos"]}, "did you mean 'greedy_qos'"),
-        ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
-        ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),
+        ({"policies": ["lfu_cachs"]}, "Did you mean 'lfu_caches'"),
         ({"env_id": "servegym/LLMRoutng-v0"}, "Did you mean 'servegym/LLMRouting"),
         ({"env_kwargs": {"rte": 8}}, "rte.*rate"),
         ({"env_kwargs": {"max_episode_steps": 5}}, "max_episode_steps"),
@@ -205,18 +194,6 @@ def test_bad_arguments_are_named(arguments, named):
     call = {"env_id": ENV_ID, "policies": ["random"], "episodes": 1, **arguments}
     with pytest.raises(ValueError, match=named):
         ev.evaluate(**call)
-
-
-def test_files(tmp_path):
-    rows = [{"a": 1, "b": math.nan}, {"a": np.float64(0.5), "c": "x,y"}]
-    write_json(tmp_path / "rows.json", rows)
-    assert json.loads((tmp_path / "rows.json").read_text()) == [
-        {"a": 1, "b": None},
-        {"a": 0.5, "c": "x,y"},
-    ]
-    write_csv(tmp_path / "rows.csv", rows)
-    assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,nan,\n0.5,,"x,y"\n'
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.json"]
 
 
 @pytest.mark.parametrize("name", ["missing/rows.json", "rows.txt", "folder.json", "/proc/x.json"])

@@ -8,11 +8,12 @@ import pytest
 
 from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.registry import list_policies
-from servegym.envs.families import FAMILIES, family_named
+from servegym.envs.families import FAMILIES, family_named, family_of
 from servegym.experiments.evaluation import leaderboard, stats
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.leaderboard import POINTS, Point, main, ranked, read_board
 from servegym.experiments.evaluation.play import DEFAULT_SEED
+from servegym.experiments.evaluation.reporting import report_of
 
 SMALL = Point("small", family_named("routing"), {"rate": 8.0, "episode_requests": 40}, 3, {})
 
@@ -38,9 +39,6 @@ def test_every_point_is_a_family_with_policies() -> None:
     for point in POINTS:
         names = leaderboard.policies_for(point)
         assert "random" in names and len(names) == len(set(names))
-        assert set(leaderboard.policies_for(point, quick=True)) == set(names) - set(
-            leaderboard.SLOW
-        )
     assert {point.family.name for point in POINTS} == {family.name for family in FAMILIES}
     known = {info.name for family in FAMILIES for info in list_policies(family.name)}
     assert {name.split()[-1] for name in leaderboard.SLOW} <= known
@@ -53,7 +51,7 @@ def test_a_row_agrees_with_the_evaluator(small: Path) -> None:
     assert row["value"] == pytest.approx(np.mean(scores), abs=1e-6)  # IQM of three keeps all
     assert row["low"] <= row["value"] <= row["high"]
     assert row["kind"] == "baseline" and row["episodes"] == 3
-    assert leaderboard.measure(SMALL, "rollout", quick=False)["kind"] == "clairvoyant"
+    assert leaderboard.measure(SMALL, "rollout")["kind"] == "clairvoyant"
 
 
 def test_rows_are_saved_completed_and_renewed(
@@ -117,8 +115,7 @@ def test_the_page_has_the_same_numbers(small: Path) -> None:
 def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
-    monkeypatch.setattr(leaderboard, "enough_for", lambda rare: 16)
+    monkeypatch.setattr(leaderboard, "ENOUGH", 16)
     quick = ["--in-process", "--quick", "--seed", "7", "--at-least"]
     assert main([*quick, "least_outstanding", "--policy", "mine.py"]) == 3  # too few to pass
     assert "mine is not told to be as good as least_outstanding (16 epi" in capsys.readouterr().out
@@ -149,73 +146,56 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
         ("routing", [0.3] + [0.0] * 20, "not told"),
     ],
 )
-def test_guests_are_judged_by_paired_episodes(family: str, loss: list, verdict: str) -> None:
-    point = SMALL._replace(family=family_named(family))
+def test_policies_are_judged_by_paired_episodes(family: str, loss: list, verdict: str) -> None:
+    record = family_named(family)
     base = np.random.default_rng(0).uniform(0.3, 0.7, 64)
     base += 0.5 - base.mean()
     lost = np.resize(loss, 64) * (1 if family == "placement" else -1)
-    rows = [
-        {"point": "small", "policy": name, "kind": kind, "value": 0.5, "scores": scores}
-        for name, kind, scores in (
-            ("random", "baseline", list(base)),
-            ("mine", "clairvoyant guest", list(base + lost)),
-        )
-    ]
-    other = rows[1] | {"scores": list(base)}  # a guest of the same name hides nothing
-    mine, _ = leaderboard.compare_guests([*rows, other], [point], "random")
-    assert mine["verdict"] == verdict and mine["clairvoyant"] and mine["episodes"] == 64
-    assert mine["gain"].value == pytest.approx(-2 * np.resize(loss, 64).mean())
+    key = report_of(record).headline
+    own, other = ([{"env_id": record.env_id, key: x} for x in xs] for xs in (base + lost, base))
+    gain, judged = leaderboard.compared(own, other)
+    assert judged == verdict
+    assert gain.value == pytest.approx(-2 * np.resize(loss, 64).mean())
 
 
-def test_policies_are_measured_at_the_points_of_their_family(
+def test_policies_are_compared_at_the_points_of_their_family(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured, seeds = [], {}
+    played = []
 
-    def measure(point: Point, policy: str, quick: bool, seed: int, *how: object) -> dict:
-        name = policy.removesuffix(".py")
-        measured.append((point.name, name))
-        seeds.setdefault(point.name, []).append(seed)
-        kind = "guest" if name == "mine" else "baseline"
-        row = {"point": point.name, "policy": name, "kind": kind, "episodes": 4, "seed": seed}
-        return row | dict.fromkeys(("value", "low", "high", "cpu_s"), 0.5) | {"scores": [0.5] * 4}
+    def evaluate(env_id: str, policies: list, episodes: int, seed: int, *_: dict, **__: object):
+        played.append((family_of(env_id).name, policies[0], seed))
+        row = {"env_id": env_id, "policy": policies[0], "clairvoyant": False}
+        return [row | {report_of(family_of(env_id)).headline: 0.5}] * 4
 
     monkeypatch.setattr(leaderboard, "POINTS", POINTS)
-    monkeypatch.setattr(leaderboard, "measure", measure)
-    words = ["--quick", "--in-process", "--policy", "mine.py", "--at-least"]
-    main([*words, "greedy_qos"])
-    # The same episodes for both, which nobody knew, and others at every point.
-    assert all(mine == theirs != DEFAULT_SEED for mine, theirs in seeds.values())
-    assert len({mine for mine, _ in seeds.values()}) == len(seeds)
-    root = capsys.readouterr().out.partition("--seed ")[2].partition(".")[0]
-    first, seeds = seeds, {}
-    main([*words, "greedy_qos", "--seed", root])
-    assert seeds == first
-    del measured[len(measured) // 2 :]
+    monkeypatch.setattr(leaderboard, "evaluate", evaluate)
+    monkeypatch.setattr(leaderboard, "_check_guests", lambda *_: None)
+    words = ["--quick", "--policy", "mine.py", "--at-least"]
+    assert main([*words, "greedy_qos"]) == 3  # four episodes tell too little
     own = [point for point in POINTS if point.family.name == "llm_routing"]
     # Also on prompts that nobody has seen; the guest's code runs after all that it is beside.
-    routing = [point.name + more for point in own for more in ("", leaderboard.UNSEEN)]
-    assert measured == [(p, name) for name in ("greedy_qos", "mine") for p in routing]
-    rows = [
-        measure(Point(p, FAMILIES[0], {}, 4, {}), name, True, 1)
-        for p in routing
-        for name in ("greedy_qos", "mine")
-    ]
-    best = {"point": routing[0], "policy": "rollout", "kind": "clairvoyant"}
-    saved = [best | {"value": 0.6, "low": 0.5, "high": 0.7}]
-    guests = leaderboard.compare_guests(rows, own, "greedy_qos", saved)
-    assert [(guest["point"], guest["verdict"]) for guest in guests] == [
-        (p, "not told")
-        for p in routing  # of four episodes
-    ]
-    assert [guest["suspect"] for guest in guests] == ["rollout"] * 2 + [""] * (len(routing) - 2)
-    measured.clear()
+    names = [name for name in ("greedy_qos", "mine.py") for _ in range(2 * len(own))]
+    assert [(family, name) for family, name, _ in played] == [("llm_routing", n) for n in names]
+    # The same episodes for both, which nobody knew, and others at every point.
+    seeds = [seed for *_, seed in played]
+    half = len(own) * 2
+    assert seeds[:half] == seeds[half:] and len({*seeds[:half], DEFAULT_SEED}) == half + 1
+    told = capsys.readouterr().out
+    assert told.count(leaderboard.UNSEEN) == len(own)
+    root = told.partition("--seed ")[2].partition(".")[0]
+    played.clear()
+    main([*words, "greedy_qos", "--seed", root])
+    assert [seed for *_, seed in played] == seeds
+    played.clear()
     main([*words, "random"])  # every family has one
-    assert len(measured) == 2 * (len(POINTS) + len(own))
+    assert len(played) == 2 * (len(POINTS) + len(own))
     with pytest.raises(ValueError, match="at-least='greedy_qos'"):
         main([*words, "greedy_qos", "--point", "placement-edge"])
     with pytest.raises(ValueError, match="prism, greedy_qos, which no one family knows"):
-        main(["--quick", "--policy", "prism", "greedy_qos"])
+        main(["--policy", "prism", "greedy_qos"])
+    with pytest.raises(ValueError, match="quick needs --at-least"):
+        main(["--quick", "--policy", "mine.py"])
 
 
 def test_a_guest_that_cannot_be_made_ends_the_command_before_any_work(
@@ -223,8 +203,10 @@ def test_a_guest_that_cannot_be_made_ends_the_command_before_any_work(
 ) -> None:
     (small / "broken.py").write_text("1 / 0\n")
     monkeypatch.setattr(leaderboard, "measure", lambda *job: pytest.fail("measured"))
-    with pytest.raises(ValueError, match=".broken.py. cannot be used .line 1.: ZeroDivisionError"):
-        main(["--quick", "--policy", "broken.py", "--at-least", "random"])
+    monkeypatch.setattr(leaderboard, "evaluate", lambda *a, **k: pytest.fail("played"))
+    for words in ([], ["--at-least", "random"]):
+        with pytest.raises(ValueError, match=".broken.py. cannot be used .line 1.: ZeroDivision"):
+            main(["--policy", "broken.py", *words])
 
 
 def test_seeds_are_shown_after_the_guests_have_played(
@@ -233,12 +215,12 @@ def test_seeds_are_shown_after_the_guests_have_played(
     (small / "other.py").write_text("def act(observation, action_mask):\n    return 1\n")
     board, seen = small / "board.csv", []
 
-    def measure(point: Point, policy: str, quick: bool, seed: int, *how: object) -> dict:
+    def measure(point: Point, policy: str, seed: int, *how: object) -> dict:
         shown = board.read_text() if board.exists() else ""
         seen.append((str(seed), shown + capsys.readouterr().out))
         if len(seen) == stopped_at:
             raise PolicyError("it hangs")
-        return leaderboard_measure(point, policy, quick, seed, *how)
+        return leaderboard_measure(point, policy, seed, *how)
 
     leaderboard_measure = leaderboard.measure
     monkeypatch.setattr(leaderboard, "measure", measure)
@@ -260,32 +242,13 @@ def test_seeds_are_shown_after_the_guests_have_played(
     assert {"mine", "random"} == {row["policy"] for row in read_board(board)}
 
 
-def test_a_rare_loss_asks_for_more_episodes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = []
-
-    def measure(point: Point, *job: object) -> dict:
-        played.append(point.episodes)
-        raise PolicyError("played enough")
-
-    monkeypatch.setattr(leaderboard, "measure", measure)
-    words = ["--in-process", "--quick", "--policy", "mine.py", "--at-least", "random"]
-    for more in ([], ["--rare", "0.01"]):
-        with pytest.raises(PolicyError, match="enough"):
-            main([*words, *more])
-    assert played == [64, 299]
-    with pytest.raises(ValueError, match="rare=0.0001 must be"):
-        main([*words, "--rare", "0.0001"])
-    with pytest.raises(ValueError, match="rare needs --at-least"):
-        main([*words[:-2], "--rare", "0.01"])
-
-
 def test_names_are_checked_before_anything_runs(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leaderboard, "evaluate", lambda *a, **k: pytest.fail("something ran"))
     with pytest.raises(ValueError, match="Did you mean 'small'"):
         main(["--point", "smal", "--run"])
-    with pytest.raises(ValueError, match="did you mean 'random'"):
+    with pytest.raises(ValueError, match="Did you mean 'random'"):
         main(["--policy", "random", "rando"])
     with pytest.raises(ValueError, match="at-least needs --policy"):
         main(["--at-least", "random", "--quick"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from servegym.envs.families import family_named
 from servegym.experiments.evaluation import presubmit as presubmission
 from servegym.experiments.evaluation import stats
 from servegym.experiments.evaluation.presubmit import (
@@ -56,36 +55,14 @@ def test_a_router_as_good_as_the_baseline_passes_and_one_that_sends_all_to_one_f
     assert found["rows"][0]["gain"] < -0.3
     printed = capsys.readouterr()
     assert "60 % KV" in printed.out
-    assert "failed at 260 requests/s against least_load: -" in printed.out
+    assert "FAILED" in printed.out
     assert "260 requests/s: episodes 1 to 2" in printed.err
 
 
-@pytest.fixture
-def two_families(monkeypatch):
-    """A policy that fails is tried in one other family alone."""
-    families = [family_named(name) for name in ("routing", "prefix")]
-    monkeypatch.setattr(presubmission, "FAMILIES", families)
-
-
-def test_a_router_that_crashes_leaves_its_error(tmp_path, capsys, two_families):
+def test_a_router_that_crashes_leaves_its_error(tmp_path, capsys):
     status, found = run(tmp_path, "def act(observation, action_mask):\n    return 1 / 0\n")
     assert status == 4 and not found["passed"] and found["rows"] == []
     assert "ZeroDivisionError" in found["error"] and "ZeroDivision" in capsys.readouterr().out
-
-
-ROUTING = """
-def act(observation, action_mask):
-    return int(observation["experts"][:, 2].argmin()) + 1
-"""
-
-
-def test_a_file_that_decides_for_another_family_is_refused(tmp_path, capsys, two_families):
-    (tmp_path / "mine.py").write_text(ROUTING)
-    with pytest.raises(ValueError, match="mine.py', which decides for servegym/LLMRouting-v1; pre"):
-        presubmission.main([str(tmp_path / "mine.py"), "--rates", "8", "--episodes", "2"])
-    with pytest.raises(SystemExit):
-        presubmission.main(["--help"])
-    assert "policy of servegym/PrefixRouting-v1" in " ".join(capsys.readouterr().out.split())
 
 
 NOISE = np.resize([0.0, 0.02, -0.02, 0.0], 64)
@@ -158,9 +135,6 @@ def test_what_is_not_told_is_played_on_up_to_the_bound(monkeypatch):
     assert rows[0]["seed"] == first != rows[1]["seed"]
     rows = presubmit("least_load", rules=Rules(max_episodes=4), **BOUND | {"seed": None})
     assert rows[0]["seed"] != first
-    asked.clear()
-    (row,) = presubmit("least_load", rules=Rules(total_time_s=1e-9), **BOUND)
-    assert row["episodes"] == 4 and len(asked) == 1
 
 
 def test_an_equal_policy_passes_after_64_episodes_and_a_failure_ends_a_rate(monkeypatch):
@@ -226,12 +200,10 @@ def test_time_per_token_is_the_mean_over_completed_requests():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"scenario": "nowhere"}, "scenario"),
         ({"scenario": "gie709"}, "Did you mean 'gie-709'"),
         ({"rates": [-1.0]}, "rates"),
         ({"policy": "no_such"}, "no_such"),
         ({"policy": "greedy_qos"}, "is a policy for llm_routing, not for prefix_routing"),
-        ({"policy": "sac_rows"}, "is a policy for llm_routing, not for prefix_routing"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, message):
@@ -241,7 +213,7 @@ def test_bad_input_is_refused_by_name(arguments, message):
 
 @pytest.mark.parametrize(
     "rules",
-    [{"episodes": 1}, {"max_episodes": 3}, {"margin": -0.1}, {"total_time_s": 0.0}, {"rare": 0.0}],
+    [{"episodes": 1}, {"max_episodes": 3}, {"margin": -0.1}, {"rare": 0.0}],
 )
 def test_rules_out_of_range_are_refused_by_name(rules):
     with pytest.raises(ValueError, match=next(iter(rules))):

@@ -9,13 +9,16 @@ import pytest
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.profile_draws import (
     draw_factors,
-    evaluate_draws,
+    drawn_worlds,
+    evaluate_in,
     print_draws,
     ranking,
 )
 from servegym.hardware_profiles import load
 
-ENV = "servegym/LLMRouting-v1"
+from ...runner import servegym
+
+ENV, PLACEMENT = "servegym/LLMRouting-v1", "servegym/ExpertPlacement-v0"
 SMALL = {"profiles": "edge-6-heterogeneous", "episode_requests": 60, "rate": 5.0}
 RTX, A10 = "rtx4090-llama-3.1-8b", "a10-llama-3.1-8b"
 
@@ -48,13 +51,15 @@ def test_certain_profiles_give_the_plain_evaluation_bit_for_bit(tmp_path):
     kwargs = {**SMALL, "profiles": sure}
     policies = ["random", "greedy_qos"]
     plain = evaluate(ENV, policies, episodes=2, seed=5, env_kwargs=kwargs)
-    drawn = evaluate_draws(ENV, policies, 2, episodes=2, seed=5, env_kwargs=kwargs)
+    worlds = drawn_worlds(ENV, kwargs, 2)
+    drawn = evaluate_in(worlds, plain, ENV, policies, episodes=2)
     assert [row["profile_draw"] for row in drawn] == [0] * 4 + [1] * 4
     for row, again in zip(plain + plain, drawn, strict=True):
         for key, value in row.items():
             same = again[key] == value or (isinstance(value, float) and math.isnan(value))
             assert same or key == "env_kwargs", key
-    apart = evaluate_draws(ENV, ["random"], 2, episodes=1, seed=5, apart=True, env_kwargs=kwargs)
+    guest = [{"seed": 5, "source": "guest"}]
+    apart = evaluate_in(worlds, guest, ENV, ["random"], episodes=1)
     assert len({5, *(row["seed"] for row in apart)}) == 3  # no draw has another's episodes
 
 
@@ -113,7 +118,6 @@ def test_ranking_of_made_up_rows(capsys):
     [
         (ENV, {"profiles": "paper-linear"}, 2, "step_error.*paper-linear-01"),
         (ENV, {"step_factors": {}}, 2, "step_factors"),
-        (ENV, {}, 0, "profile_draws is 0"),
         ("servegym/ServerlessMoE-v0", {}, 2, "serverless_moe"),
         (ENV, {"step_factors": {"nobody": [1, 1]}}, None, "step_factors.*nobody"),
         (ENV, {"step_factors": {RTX: 2.0}}, None, r"step_factors\['rtx4090.*pair"),
@@ -125,4 +129,12 @@ def test_bad_arguments_are_named(env_id, kwargs, draws, words):
         if draws is None:
             evaluate(env_id, ["random"], episodes=1, env_kwargs=kwargs)
         else:
-            evaluate_draws(env_id, ["random"], draws, episodes=1, seed=5, env_kwargs=kwargs)
+            drawn_worlds(env_id, kwargs, draws)
+
+
+def test_a_family_without_profiles_is_refused_before_anything_is_played(monkeypatch):
+    from servegym.experiments.evaluation import evaluate as evaluation
+
+    monkeypatch.setattr(evaluation, "evaluate", lambda *a, **k: pytest.fail("something ran"))
+    result = servegym(*f"evaluate {PLACEMENT} --policy random --profile-draws 2".split())
+    assert result.exit_code == 2 and "not for expert_placement" in result.stderr

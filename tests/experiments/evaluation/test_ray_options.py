@@ -38,11 +38,3 @@ def test_a_command_is_stopped_before_any_work(command, no_work, tmp_path, monkey
         result = servegym(*WORDS[command], "--ray", where)
         assert result.exit_code == 2 and message in result.output
     assert not list(tmp_path.iterdir())
-
-
-def test_workers_are_read_from_the_value(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", sys)  # any module
-    assert check_ray("local:12") == 12
-    assert check_ray("local") is None and check_ray("auto") is None
-    with pytest.raises(ModuleNotFoundError, match=r"ray\.no_such is not installed; in a checkout"):
-        check_ray("local", "ray.no_such")
