@@ -1,6 +1,6 @@
 """Real servers and their simulation on the same requests: ``servegym real compare``.
 
-The servers of a fleet are started and calibrated (closed-loop sweeps, all servers at a time). Then
+llama.cpp's servers are started and calibrated (closed-loop sweeps, all servers at a time). Then
 each policy routes the same requests through `GatewayRouter` to the real servers, at several loads
 and repetitions, in an order drawn so that a drift of the machine falls on all of them alike. The
 simulation plays the same requests by the same policies in closed loop, with the calibrated laws.
@@ -8,10 +8,8 @@ simulation plays the same requests by the same policies in closed loop, with the
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +20,15 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from servegym._checks import real
 from servegym._files import write_columns
-from servegym.envs import _arguments as arg
-from servegym.envs._arguments import Arguments
 from servegym.envs.workloads import load_catalog
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.guest import IN_PROCESS
-from servegym.experiments.evaluation.output import print_table, read_rows, write_json
+from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.stats import student_interval
+from servegym.experiments.live import launcher
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
@@ -43,8 +40,9 @@ from servegym.hardware_profiles.measure import server
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.roofline import roofline
 
+FOLDER = Path("servegym-compare")
+"""Logs, models, calibrated profiles, requests, and the tables."""
 POLICIES = ("random", "least_outstanding", "greedy_qos", "priced_greedy", "fleet_search")
-LOADS = (0.5, 0.8, 1.1)
 PROMPTS, OUTPUTS = (24, 72), (16, 56)
 """Shortest and longest prompt and answer, tokens, drawn uniformly."""
 MODELS = ("falcon-7b-instruct", "Meta-Llama-3-8B-Instruct")
@@ -61,22 +59,15 @@ START_S = 0.5
 Row = dict[str, Any]
 
 
-def _loads(argument: str, value: Sequence[Any]) -> tuple[float, ...]:
-    try:
-        return tuple(real(argument, float(one), 0.0, 3.0, open_low=True) for one in value)
-    except ValueError as error:
-        raise ValueError(f"loads: {error}; give numbers such as 0.5,0.8") from None
-
-
 @dataclass(frozen=True)
-class Plan(Arguments):
+class Plan:
     """What is compared."""
 
-    policies: tuple[str, ...] = arg.other(POLICIES, "names or checkpoints")
-    loads: tuple[float, ...] = arg.other(LOADS, "of the fleet's capacity", _loads)
-    repetitions: int = arg.whole(3, 1, "of each policy at each load, with other requests each")
-    requests: int = arg.whole(300, 1, "requests of a run", high=100_000)
-    sweep: int = arg.whole(16, 1, "requests a load and prompt length of the calibration")
+    policies: tuple[str, ...] = POLICIES
+    loads: tuple[float, ...] = (0.5, 0.8, 1.1)  # of the fleet's capacity
+    repetitions: int = 3  # of each policy at each load, with other requests each
+    requests: int = 300  # of a run
+    sweep: int = 16  # requests a load and prompt length of the calibration
 
 
 QUICK = Plan(policies=POLICIES[:3], loads=(0.8,), repetitions=1, requests=40, sweep=4)
@@ -101,7 +92,9 @@ def capacity(profile: Profile, slots: int) -> tuple[float, float]:
     return slots / seconds, 1.3 * seconds / output
 
 
-def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
+def calibrate(
+    specs: Sequence[ServerSpec], endpoints: Sequence[Endpoint], plan: Plan, folder: Path
+) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
     lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
 
@@ -111,25 +104,25 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
         step_error={kind: {"bias": 0.0, "sd": 2.0} for kind in ("prefill", "decode")},
     )
 
-    def measure(one: Endpoint) -> Profile:
-        out = folder / f"{one.name}.csv"
-        target = server.Endpoint(one.url, one.name, output_tokens=24, token_ids=IDS)
+    def measure(spec: ServerSpec, endpoint: Endpoint) -> Profile:
+        out = folder / f"{spec.name}.csv"
+        target = server.Endpoint(endpoint.url, spec.name, output_tokens=24, token_ids=IDS)
         # The first requests of a server are slow: they are sent, and not used.
         for loads, words, requests, seed in (
             ((1,), (16,), 2, 99),
-            (range(1, one.slots + 1), lengths, plan.sweep, 0),
+            (range(1, spec.slots + 1), lengths, plan.sweep, 0),
         ):
             out.unlink(missing_ok=True)
             server.measure(
                 target, out, loads=loads, prompt_words=words, requests=requests, seed=seed
             )
-        room = one.slots * one.context
-        profile = calibrate_server(read_loads(out), start, one.name, room).profile
-        profile.save(folder / f"{one.name}.json")
+        room = spec.slots * spec.context
+        profile = calibrate_server(read_loads(out), start, spec.name, room).profile
+        profile.save(folder / f"{spec.name}.json")
         return profile
 
-    with ThreadPoolExecutor(len(endpoints)) as pool:
-        return list(pool.map(measure, endpoints))
+    with ThreadPoolExecutor(len(specs)) as pool:
+        return list(pool.map(measure, specs, endpoints))
 
 
 def write_requests(path: Path, names: Sequence[str], rate: float, count: int, seed: int) -> None:
@@ -215,35 +208,28 @@ def _serve(
 
 def run(
     specs: Sequence[ServerSpec], plan: Plan, folder: Path
-) -> tuple[list[Endpoint], list[float], float, list[Run]]:
+) -> tuple[list[float], float, list[Run]]:
     """Start, calibrate and measure the servers.
 
     Args:
         specs: The servers.
         plan: What is measured.
-        folder: Where logs, profiles, requests and the ``raw`` records of each run are written.
+        folder: Where logs, profiles and requests are written.
 
     Returns:
-        The servers, each with its calibrated profile; requests/s of each with all slots busy; the
-        latency requirement, seconds a token; and the runs in the order in which they were made.
+        Requests/s of each with all slots busy; the latency requirement, seconds a token; and the
+        runs in the order in which they were made.
 
     Raises:
         ValueError: If a server does not start or does not answer.
     """
-    from servegym.experiments.live.launcher import Fleet
-
-    raw = folder / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for old in raw.glob("*.json"):
-        old.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with Fleet(specs, folder) as fleet:
-        profiles = calibrate(fleet.endpoints, plan, folder)
-        servers = [
-            replace(one, profile=str(folder / f"{one.name}.json")) for one in fleet.endpoints
-        ]
-        names = [one.name for one in servers]
-        able = [capacity(p, one.slots) for p, one in zip(profiles, servers, strict=True)]
+    with launcher.running(specs, folder) as endpoints:
+        profiles = calibrate(specs, endpoints, plan, folder)
+        specs = [replace(one, profile=str(folder / f"{one.name}.json")) for one in specs]
+        names = [one.name for one in specs]
+        able = [capacity(p, one.slots) for p, one in zip(profiles, specs, strict=True)]
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
         speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
@@ -256,7 +242,7 @@ def run(
                 # The same requests at every load, closer together at a higher one.
                 write_requests(path, names, load * sum(rates), plan.requests, repetition)
                 arguments[load, repetition] = fleet_arguments(
-                    servers, requests_file=str(path), latency_requirement_s=latency_s
+                    specs, requests_file=str(path), latency_requirement_s=latency_s
                 )
         routers = {}
         for policy in plan.policies:
@@ -269,24 +255,24 @@ def run(
             order += some
         runs = []
         for number, (load, policy, repetition) in enumerate(order):
-            if fleet.dead():
-                raise ValueError(f"server {fleet.dead()[0]!r} has ended; see its log in {folder}")
+            for one in endpoints:
+                if not launcher.healthy(one):
+                    raise ValueError(f"server {one.name!r} has ended; see its log in {folder}")
             given = arguments[load, repetition]
             requests = read_rows(given["requests_file"])
             routers[policy].policy.reset(1, seed=repetition)
             gc.collect()
             gc.disable()
-            records = _serve(servers, routers[policy], requests, repetition)
+            records = _serve(endpoints, routers[policy], requests, repetition)
             gc.enable()
             runs.append(Run(policy, load, repetition, given, records))
-            write_json(raw / f"{number:03d}.json", asdict(runs[-1]))
             failed = [r["error"] for r in records if r.get("error")]
             print(
                 f"{number + 1}/{len(order)} {policy} {load:g}: {len(records)} requests, "
                 f"{len(failed)} failed{' (' + failed[0] + ')' if failed else ''}, "
                 f"{time.monotonic() - began:.0f} s"
             )
-    return servers, rates, latency_s, runs
+    return rates, latency_s, runs
 
 
 # -- simulation ----------------------------------------------------------------------------------
@@ -329,7 +315,7 @@ def _simulated_log(run: Run) -> dict[str, np.ndarray]:
 
 
 def analyse(
-    servers: Sequence[Endpoint],
+    specs: Sequence[ServerSpec],
     capacity_rps: Sequence[float],
     latency_s: float,
     runs: Sequence[Run],
@@ -353,10 +339,10 @@ def analyse(
     notes.append(tables.note(f"{text}{len(records)} by the fallback", decisions=len(records)))
     facts = ("name", "engine", "slots", "context", "cores")
     settings = {
-        **plan.values(),
+        **asdict(plan),
         "capacity_rps": capacity_rps,
         "latency_requirement_s": latency_s,
-        "servers": [{key: getattr(one, key) for key in facts} for one in servers],
+        "servers": [{key: getattr(one, key) for key in facts} for one in specs],
     }
     full = {**origin, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
@@ -439,27 +425,21 @@ def default_fleet(cores: int) -> list[ServerSpec]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line of ``servegym real compare``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym real compare",
-        description="Serve the same requests by real servers and by their simulation.",
-    )
-    add = parser.add_argument
-    add("fleet", nargs="?", type=Path, help="FLEET.toml (two llama.cpp servers, a core each)")
-    add("--quick", action="store_true", help="a smoke run of about a minute")
-    for flag in ("--policies", "--loads", "--repetitions", "--requests", "--sweep"):
-        one = Plan.described()[flag[2:]]
-        several = isinstance(one.default, tuple)
-        shown = ",".join(map(str, one.default)) if several else one.default
-        parse: Any = (lambda text: text.split(",")) if several else int
-        add(flag, help=f"{one.text} ({shown})", type=parse)
-    add("--folder", type=Path, default=Path("servegym-compare"), help="logs, records, tables")
+    """Command line of ``servegym real``."""
+    parser = command_parser("real")
+    commands = parser.add_subparsers(required=True)
+    text = "serve the same requests by real servers and by their simulation"
+    compare = commands.add_parser("compare", help=text, description=text)
+    text = "its llama.cpp servers (by default two, a core each)"
+    compare.add_argument("fleet", nargs="?", type=Path, metavar="FLEET.toml", help=text)
+    compare.add_argument("--quick", action="store_true", help="a smoke run of about a minute")
     options = parser.parse_args(arguments)
-    asked = {name: getattr(options, name) for name in Plan.described()}
-    changes = {name: value for name, value in asked.items() if value is not None}
-    plan = replace(QUICK if options.quick else Plan(), **changes)
     specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
-    command = shlex.join([*parser.prog.split(), *arguments])
-    origin = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))
-    analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", origin)
+    for one in specs:
+        if one.engine != "llama.cpp":
+            raise ValueError(f"server {one.name!r}: engine is {one.engine!r}; llama.cpp is started")
+    plan = QUICK if options.quick else Plan()
+    command = f"servegym real {' '.join(arguments)}"
+    origin = tables.provenance(command, options.quick, ("xllamacpp",))
+    analyse(specs, *run(specs, plan, FOLDER), plan, FOLDER / "tables", origin)
     return 0

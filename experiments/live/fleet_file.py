@@ -5,7 +5,7 @@
     [[server]]
     name = "small"             # letters, digits, - _ and .; also the model's name in requests
     engine = "llama.cpp"       # llama.cpp, vllm or simulated
-    model = "random:8x384"     # random weights, layers x width; or a GGUF file; vllm: a folder;
+    model = "random:8x384"     # llama.cpp: random weights, layers x width, or a GGUF file;
                                # simulated: the model's name in requests
     slots = 8                  # requests that run at a time
     context = 512              # tokens of prompt and output that a request may have
@@ -13,13 +13,11 @@
     host = "127.0.0.1"         # address that the server listens on
     port = 0                   # 0 takes a free one
     batched_tokens = 2048      # largest number of tokens of an iteration
-    python = "venv/bin/python" # interpreter of the engine (default: this one)
     profile = "small.json"     # hardware profile, by name or file; simulated servers need one
 
-    [server.options]           # further arguments of the engine
+    [server.options]           # of a simulated one: kv_tokens, block_size, async_scheduling
 
-Relative paths are relative to the file. ``servegym real up`` writes the addresses of the servers
-that it started as JSON (:class:`Endpoint`).
+Relative paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -79,38 +77,28 @@ class ServerSpec(Arguments):
     host: str = arg.other(LOOPBACK, "address that it listens on", _text)
     port: int = arg.whole(0, 0, "0 takes a free one", high=65535)
     batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration", high=1 << 24)
-    python: str = arg.other("", "interpreter of the engine, by default this one", _text)
     profile: str = arg.other("", "hardware profile, by name or file", _text)
-    options: Mapping[str, Any] = arg.other({}, "further arguments of the engine", mapping)
+    options: Mapping[str, Any] = arg.other({}, "of a simulated engine", mapping)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needed = "profile" if self.engine == "simulated" else "model"
-        if not getattr(self, needed):
+        needed = {"simulated": "profile", "llama.cpp": "model"}.get(self.engine)
+        if needed and not getattr(self, needed):
             raise ValueError(f"{needed} is missing; engine = {self.engine!r} needs one")
-        if self.engine == "vllm" and self.model.startswith("random:"):
-            raise ValueError(f"model is {self.model!r}; engine = 'vllm' needs a folder")
 
-    def endpoint(self, port: int, pid: int = 0, log: str = "") -> Endpoint:
-        """Where it is found once it runs as a process at a port."""
+    def endpoint(self, port: int) -> Endpoint:
+        """Where it is found once it listens at a port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        same = ("name", "engine", "slots", "context", "cores", "profile")
-        shared = {key: getattr(self, key) for key in same}
-        return Endpoint(url=f"http://{host}:{port}/v1", pid=pid, log=log, **shared)
+        return Endpoint(self.name, f"http://{host}:{port}/v1", self.slots, self.profile)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that runs; the fields of its `ServerSpec`, and where it is found."""
+    """A server that runs."""
 
     name: str
-    engine: str
     url: str  # base address of OpenAI's protocol, such as http://127.0.0.1:8000/v1
-    pid: int
     slots: int
-    context: int
-    cores: tuple[int, ...] = ()
-    log: str = ""  # file of what it prints
     profile: str = ""
 
 
@@ -119,10 +107,9 @@ def _spec(entry: object, folder: Path) -> ServerSpec:
     if not isinstance(entry, Mapping):
         raise ValueError("must be a table: write [[server]]")
     values = dict(entry)
-    for key in ("model", "python", "profile"):
-        value = _text(key, values.get(key, ""))
-        if value and not value.startswith("random:") and (folder / value).exists():
-            # Not resolved: the interpreter of a virtual environment is a link that must stay one.
+    for key in ("model", "profile"):
+        value = values.get(key)
+        if isinstance(value, str) and value and (folder / value).exists():
             values[key] = os.path.abspath(folder / value)
     return ServerSpec.fill(values)
 
@@ -174,6 +161,6 @@ def read_endpoints(path: str | os.PathLike[str]) -> list[Endpoint]:
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))["servers"]
-        return [Endpoint(**{**one, "cores": tuple(one.get("cores", ()))}) for one in entries]
+        return [Endpoint(**one) for one in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a file of endpoints: {error}") from None

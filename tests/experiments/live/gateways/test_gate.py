@@ -440,7 +440,7 @@ def test_a_count_of_tokens_below_what_was_seen_lowers_nothing():
 
 @pytest.mark.filterwarnings("ignore:profile")
 def test_a_server_may_run_many_requests_at_a_time(tmp_path):
-    one = Endpoint("a", "vllm", "http://127.0.0.1:1/v1", 0, 100, 512, profile="h100-llama-3.1-8b")
+    one = Endpoint("a", "http://127.0.0.1:1/v1", 100, "h100-llama-3.1-8b")
     made = fleet_arguments([one, replace(one, slots=8)])
     gate = Gate(GatewayRouter(made, "least_outstanding", budget_s=None))
     assert all(gate.enter(CHAT).expert >= 0 for _ in range(200))
@@ -470,7 +470,7 @@ def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
 def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
     path = tmp_path / "endpoints.json"
     servers = [
-        Endpoint(f"e{k}", "simulated", f"http://127.0.0.1:{9000 + k}/v1", 0, 8, 512, profile=one)
+        Endpoint(f"e{k}", f"http://127.0.0.1:{9000 + k}/v1", 8, one)
         for k, one in enumerate(profiles)
     ]
     write_endpoints(path, servers)
