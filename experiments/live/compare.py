@@ -29,7 +29,7 @@ from servegym.experiments.evaluation.guest import IN_PROCESS
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live import launcher
-from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
+from servegym.experiments.live.fleet_file import ServerSpec, read_fleet
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
@@ -93,7 +93,7 @@ def capacity(profile: Profile, slots: int) -> tuple[float, float]:
 
 
 def calibrate(
-    specs: Sequence[ServerSpec], endpoints: Sequence[Endpoint], plan: Plan, folder: Path
+    specs: Sequence[ServerSpec], urls: Sequence[str], plan: Plan, folder: Path
 ) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
     lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
@@ -104,9 +104,9 @@ def calibrate(
         step_error={kind: {"bias": 0.0, "sd": 2.0} for kind in ("prefill", "decode")},
     )
 
-    def measure(spec: ServerSpec, endpoint: Endpoint) -> Profile:
+    def measure(spec: ServerSpec, url: str) -> Profile:
         out = folder / f"{spec.name}.csv"
-        target = server.Endpoint(endpoint.url, spec.name, output_tokens=24, token_ids=IDS)
+        target = server.Endpoint(url, spec.name, output_tokens=24, token_ids=IDS)
         # The first requests of a server are slow: they are sent, and not used.
         for loads, words, requests, seed in (
             ((1,), (16,), 2, 99),
@@ -122,7 +122,7 @@ def calibrate(
         return profile
 
     with ThreadPoolExecutor(len(specs)) as pool:
-        return list(pool.map(measure, specs, endpoints))
+        return list(pool.map(measure, specs, urls))
 
 
 def write_requests(path: Path, names: Sequence[str], rate: float, count: int, seed: int) -> None:
@@ -152,18 +152,21 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
 
 
 def _serve(
-    servers: Sequence[Endpoint], router: GatewayRouter, requests: Sequence[Row], seed: int
+    names: Sequence[str],
+    urls: Sequence[str],
+    router: GatewayRouter,
+    requests: Sequence[Row],
+    seed: int,
 ) -> list[Row]:
     """Route the requests to the servers as they come; a record of each."""
     random = np.random.default_rng(seed)
     begin = time.perf_counter() + 0.1
     router.clock = lambda: time.perf_counter() - begin
-    names = [one.name for one in servers]
     records: list[Row] = []
     sends = []
 
     def send(record: Row, name: str, expert: int, prompt: list[int], tokens: int) -> None:
-        target = server.Endpoint(servers[expert].url, names[expert], output_tokens=tokens)
+        target = server.Endpoint(urls[expert], names[expert], output_tokens=tokens)
         sent = router.clock()
         try:
             reply = server.ask(target, prompt, on_token=lambda: router.token(name))
@@ -225,8 +228,8 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with launcher.running(specs, folder) as endpoints:
-        profiles = calibrate(specs, endpoints, plan, folder)
+    with launcher.running(specs, folder) as urls:
+        profiles = calibrate(specs, urls, plan, folder)
         specs = [replace(one, profile=str(folder / f"{one.name}.json")) for one in specs]
         names = [one.name for one in specs]
         able = [capacity(p, one.slots) for p, one in zip(profiles, specs, strict=True)]
@@ -255,15 +258,15 @@ def run(
             order += some
         runs = []
         for number, (load, policy, repetition) in enumerate(order):
-            for one in endpoints:
-                if not launcher.healthy(one):
-                    raise ValueError(f"server {one.name!r} has ended; see its log in {folder}")
+            for name, url in zip(names, urls, strict=True):
+                if not launcher.healthy(url):
+                    raise ValueError(f"server {name!r} has ended; see its log in {folder}")
             given = arguments[load, repetition]
             requests = read_rows(given["requests_file"])
             routers[policy].policy.reset(1, seed=repetition)
             gc.collect()
             gc.disable()
-            records = _serve(endpoints, routers[policy], requests, repetition)
+            records = _serve(names, urls, routers[policy], requests, repetition)
             gc.enable()
             runs.append(Run(policy, load, repetition, given, records))
             failed = [r["error"] for r in records if r.get("error")]

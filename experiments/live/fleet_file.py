@@ -4,7 +4,7 @@
 
     [[server]]
     name = "small"             # letters, digits, - _ and .; also the model's name in requests
-    engine = "llama.cpp"       # llama.cpp, vllm or simulated
+    engine = "llama.cpp"       # or simulated; vllm: any server of yours, for a gateway before it
     model = "random:8x384"     # llama.cpp: random weights, layers x width, or a GGUF file;
                                # simulated: the model's name in requests
     slots = 8                  # requests that run at a time
@@ -22,17 +22,15 @@ Relative paths are relative to the file.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from servegym._checks import mapping, whole
-from servegym._files import write_json
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments
 
@@ -86,20 +84,10 @@ class ServerSpec(Arguments):
         if needed and not getattr(self, needed):
             raise ValueError(f"{needed} is missing; engine = {self.engine!r} needs one")
 
-    def endpoint(self, port: int) -> Endpoint:
-        """Where it is found once it listens at a port."""
+    def url(self, port: int) -> str:
+        """The base address of OpenAI's protocol at a port, such as http://127.0.0.1:8000/v1."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return Endpoint(self.name, f"http://{host}:{port}/v1", self.slots, self.profile)
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server that runs."""
-
-    name: str
-    url: str  # base address of OpenAI's protocol, such as http://127.0.0.1:8000/v1
-    slots: int
-    profile: str = ""
+        return f"http://{host}:{port}/v1"
 
 
 def _spec(entry: object, folder: Path) -> ServerSpec:
@@ -145,22 +133,3 @@ def read_fleet(path: str | os.PathLike[str]) -> list[ServerSpec]:
         if twice:
             raise ValueError(f"{path}: {what} {twice[0]!r} is given to two servers")
     return specs
-
-
-def write_endpoints(path: str | os.PathLike[str], endpoints: Sequence[Endpoint]) -> None:
-    """Write the addresses of servers that run, as JSON, in one step."""
-    write_json(path, {"servers": [asdict(one) for one in endpoints]})
-
-
-def read_endpoints(path: str | os.PathLike[str]) -> list[Endpoint]:
-    """Read what :func:`write_endpoints` wrote.
-
-    Raises:
-        ValueError: If the file is not of that form.
-        OSError: If it cannot be read.
-    """
-    try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))["servers"]
-        return [Endpoint(**one) for one in entries]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not a file of endpoints: {error}") from None

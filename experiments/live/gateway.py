@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -38,8 +37,6 @@ from servegym.envs.llm_routing.kernel.layout import (
 FALLBACK = "least_outstanding"
 MAX_TOKENS = 1 << 20
 """Of a prompt or an answer: what is told of more counts as so many."""
-BLOCKED_BUDGETS, BLOCKED_CALLS = 10, 3
-"""A policy is switched off that keeps the interpreter for ten budgets, three times in a row."""
 LOG_EVERY_S = 60.0
 PATIENCE_S = 1.0  # with a policy that is in a call where its thread is to end
 _log = logging.getLogger("servegym.gateway")
@@ -101,7 +98,6 @@ class Counters:
     finished: int = 0
     failed: int = 0
     last_error: str = field(default="", repr=False)
-    late_s: float = 0.0  # the longest time that a policy took which was too slow
 
     @property
     def fallbacks(self) -> int:
@@ -117,9 +113,7 @@ class GatewayRouter:
     where an engine tells; else the first R requests that were sent to an expert and have not ended
     count as running, which is exact for engines that serve in order with so many slots.
 
-    All methods may be called from several threads. The policy runs in a thread, so one that keeps
-    the interpreter, as a regular expression can, holds everything: it is switched off for good when
-    it does so three times in a row.
+    All methods may be called from several threads. The policy runs in a thread of its own.
 
     Args:
         fleet: Arguments of the environment that describes the fleet, as for ``gymnasium.make``.
@@ -130,7 +124,6 @@ class GatewayRouter:
 
     Attributes:
         counters: What has happened.
-        off: Why the policy is asked no more, or empty.
 
     Raises:
         ValueError: If the policy is unknown, needs the environment or reads another observation
@@ -165,8 +158,6 @@ class GatewayRouter:
         self.clock, self.budget_s = clock, budget_s
         self.latency_requirement_s = float(np.mean(self.problem.arguments.latency_requirement_s))
         self.counters = Counters()
-        self.off = ""
-        self._blocked_calls = 0
         self._logged: dict[tuple[str, type], float] = {}
         self._lock = threading.RLock()
         self._requests: OrderedDict[str, _InFlight] = OrderedDict()
@@ -326,30 +317,14 @@ class GatewayRouter:
         def act() -> int:
             return int(np.asarray(self.policy.act(observation, shown)).reshape(-1)[0])
 
-        if self.off:
-            self.counters.policy_timeouts += 1
-            return 0, self.off
-        begin, late = self.clock(), False
         try:
             action = act() if self._worker is None else self._worker.run(act, self.budget_s)
         except _Late:
-            action, late = 0, True
+            self.counters.policy_timeouts += 1
+            return 0, f"the policy took more than {self.budget_s:g} s"
         except (Exception, SystemExit) as error:  # a policy may raise anything; the gateway goes on
             self.counters.policy_errors += 1
             return 0, self.report("policy", error)
-        if self._worker is not None and self.budget_s is not None:
-            seconds = self.clock() - begin
-            # An answer that comes in time to a thread which could not run is late as well.
-            blocked = seconds > BLOCKED_BUDGETS * self.budget_s
-            if blocked or not late:
-                self._blocked_calls = self._blocked_calls + 1 if blocked else 0
-            if late or blocked:
-                self.counters.policy_timeouts += 1
-                self.counters.late_s = max(self.counters.late_s, seconds)
-                if self._blocked_calls == BLOCKED_CALLS:
-                    self.off = f"the policy is off: it kept the interpreter for {seconds:.3g} s"
-                    _log.error("%s, %d times in a row", self.off, BLOCKED_CALLS)
-                return 0, f"the policy was too slow: {seconds:.3g} s"
         if not 0 <= action <= self.num_experts or mask[0, action] == 0:
             self.counters.illegal_actions += 1
             return 0, f"the policy chose action {action}, which is not allowed"
@@ -439,23 +414,25 @@ class _Late(Exception):
     """A call has not come back in time."""
 
 
-Calls = SimpleQueue[tuple[Callable[[], int], Future[int]] | None]
-
-
 class _Worker:
-    """One thread that calls the policy; while a call is late no other begins.
+    """A thread that calls the policy; while a call is late no other begins.
 
-    It is joined by `close`, and where the process ends. A policy that hangs cannot be: the thread
-    is a daemon, so that the process ends all the same.
+    It is a daemon, so that the process ends though a policy hangs.
     """
 
     def __init__(self) -> None:
-        self._calls: Calls = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
         self._last: Future[int] | None = None
-        name = "servegym-policy"
-        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._calls, thread)
+        self._thread = threading.Thread(target=self._serve, name="servegym-policy", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, future = call
+            try:
+                future.set_result(function())
+            except BaseException as error:  # as of SystemExit
+                future.set_exception(error)
 
     def run(self, function: Callable[[], int], limit_s: float | None) -> int:
         """The function's result, or its error; `_Late` where no call has come back in time."""
@@ -464,33 +441,14 @@ class _Worker:
         self._last = future = Future()
         self._calls.put((function, future))
         try:
-            return future.result(limit_s)
+            error = future.exception(limit_s)
         except TimeoutError:
-            if future.done():  # the policy's own
-                raise
             raise _Late from None
+        if error is not None and not isinstance(error, Exception):
+            raise RuntimeError(f"the policy raised {type(error).__name__}") from error
+        return future.result()
 
     def close(self) -> None:
         """End the thread after the call that it is in."""
-        self._end()
-
-
-def _serve(calls: Calls) -> None:
-    """Run what comes until None does; nothing of a call is held until the next comes."""
-    while (call := calls.get()) is not None:
-        function, future = call
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as error:  # as of SystemExit
-            other = RuntimeError(f"the policy raised {type(error).__name__}")
-            other.__cause__ = error
-            future.set_exception(other)
-        del call, function, future
-
-
-def _end(calls: Calls, thread: threading.Thread) -> None:
-    """End and join the thread; a policy that has hung for so long is left behind."""
-    calls.put(None)
-    thread.join(PATIENCE_S)
+        self._calls.put(None)
+        self._thread.join(PATIENCE_S)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from servegym._command_line import install_line
-from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
+from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.models import make_model
 
 START_S = 60.0
@@ -28,21 +28,22 @@ GRACE_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
-def healthy(endpoint: Endpoint, timeout_s: float = 2.0) -> bool:
-    """Whether ``/health`` of a server answers with status 200."""
-    url = endpoint.url.removesuffix("/v1") + "/health"
+def healthy(url: str, timeout_s: float = 2.0) -> bool:
+    """Whether ``/health`` of the server of a base address answers with status 200."""
+    page = url.removesuffix("/v1") + "/health"
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        with urllib.request.urlopen(page, timeout=timeout_s) as response:
             return response.status == 200
     except (OSError, ValueError):
         return False
 
 
 @contextlib.contextmanager
-def running(specs: Sequence[ServerSpec], folder: Path) -> Iterator[list[Endpoint]]:
+def running(specs: Sequence[ServerSpec], folder: Path) -> Iterator[list[str]]:
     """Start servers and end them with the block, or with this process, however it dies.
 
-    ``folder`` gets their models and logs. They all are healthy when the block begins.
+    ``folder`` gets their models and logs. The block begins when all of them are healthy, with
+    their base addresses.
 
     Raises:
         ValueError: If xllamacpp is not installed, a model or a port cannot be used, or a server
@@ -51,7 +52,7 @@ def running(specs: Sequence[ServerSpec], folder: Path) -> Iterator[list[Endpoint
     if importlib.util.find_spec("xllamacpp") is None:
         raise ValueError(f"xllamacpp is not installed; {install_line('real')}")
     spawn = multiprocessing.get_context("spawn")
-    endpoints: list[Endpoint] = []
+    urls: list[str] = []
     processes: list[SpawnProcess] = []
     try:
         for spec in specs:
@@ -60,10 +61,10 @@ def running(specs: Sequence[ServerSpec], folder: Path) -> Iterator[list[Endpoint
             arguments = (spec, str(model), port, str(log), os.getpid())
             processes.append(spawn.Process(target=_serve, args=arguments, daemon=True))
             processes[-1].start()
-            endpoints.append(spec.endpoint(port))
-        for endpoint, process in zip(endpoints, processes, strict=True):
-            _wait(endpoint, process, folder / f"{endpoint.name}.log")
-        yield endpoints
+            urls.append(spec.url(port))
+        for spec, url, process in zip(specs, urls, processes, strict=True):
+            _wait(spec.name, url, process, folder / f"{spec.name}.log")
+        yield urls
     finally:
         for process in processes:
             process.terminate()
@@ -87,10 +88,10 @@ def _port(spec: ServerSpec) -> int:
         return probe.getsockname()[1]
 
 
-def _wait(endpoint: Endpoint, process: SpawnProcess, log: Path) -> None:
+def _wait(name: str, url: str, process: SpawnProcess, log: Path) -> None:
     """Wait until a server is healthy; refuse one that ends or takes too long."""
     stop = time.monotonic() + START_S
-    while not healthy(endpoint, 0.5):
+    while not healthy(url, 0.5):
         if process.exitcode is not None:
             what = f"ended with status {process.exitcode} before it was healthy"
         elif time.monotonic() > stop:
@@ -100,7 +101,7 @@ def _wait(endpoint: Endpoint, process: SpawnProcess, log: Path) -> None:
             continue
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         tail = " | ".join(line.strip() for line in text.splitlines()[-5:]) or "nothing"
-        raise ValueError(f"server {endpoint.name!r} {what}; the end of {log}: {tail}")
+        raise ValueError(f"server {name!r} {what}; the end of {log}: {tail}")
 
 
 def _serve(spec: ServerSpec, model: str, port: int, log: str, parent: int) -> None:

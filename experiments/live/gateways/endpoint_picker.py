@@ -38,7 +38,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import REFUSED, RETRY_AFTER_S, Answer, Gate, Ticket
-from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -46,7 +45,8 @@ DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES, READ_BYTES = 16 << 20, 1 << 20
+"""Of a body that is taken, and that is read: to read a longer one would hold the other streams."""
 SLACK_BYTES = 1 << 20
 """Of a message of gRPC beyond the body, so that a body that is too long is answered with 413."""
 LOG_EVERY_S = 60.0
@@ -315,16 +315,16 @@ class _Exchange:
         return sorted(may, key=lambda k: (not able[k], int(load[k])))
 
 
-def _json(body: bytes | bytearray) -> Mapping[str, Any]:
+def _json(body: bytearray) -> Mapping[str, Any]:
     """The body of a request; what is no JSON object is the server's to refuse.
 
-    One of very many elements would hold the other streams while it is read: only its length counts.
+    Of a long one only the length counts.
     """
-    try:
-        request = read_json(body)
-    except OverflowError:
+    if len(body) > READ_BYTES:
         return {"prompt": "." * len(body)}
-    except ValueError:
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
         return {}
     return request if isinstance(request, dict) else {}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 from collections import OrderedDict, deque
@@ -21,14 +22,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.envs.llm_routing.config import MAX_CAPACITY, RoutingArguments
-from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
+from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.breakers import PARDONED, Breakers
 from servegym.hardware_profiles.measure.openai_protocol import (
     EventStream,
     brings_token,
     error_of,
-    read_json,
 )
 
 BYTES_PER_TOKEN = 4
@@ -103,8 +103,8 @@ def error_status(event: Mapping[str, Any], completion: bool = True) -> int:
     if not error:
         return 0
     if isinstance(error, str):  # an event whose name says that it is an error
-        with contextlib.suppress(ValueError, OverflowError):
-            error = read_json(error.encode("utf-8", "replace"))
+        with contextlib.suppress(ValueError, RecursionError):
+            error = json.loads(error)
     found = [event]
     while isinstance(error, Mapping) and len(found) < DEPTH:
         found.insert(0, error)
@@ -127,7 +127,7 @@ def from_metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return ours if isinstance(ours, Mapping) else {}
 
 
-def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> dict[str, Any]:
+def fleet_arguments(servers: Sequence[ServerSpec], **more: Any) -> dict[str, Any]:
     """Arguments of ``servegym/LLMRouting-v1`` that describe servers with continuous batching.
 
     Further arguments win.
@@ -358,7 +358,6 @@ class Gate:
             names, rounded = ("median", "p99", "max"), times.round(3).tolist()
             return {
                 "policy": self.router.name,
-                "policy_off": self.router.off,
                 **counters,
                 "fallbacks": self.router.counters.fallbacks,
                 **self.counters,
@@ -408,13 +407,13 @@ class Answer:
 
     def _event(self, data: bytes) -> None:
         try:
-            event = read_json(data)
+            event = json.loads(data)
             self._status = self._status or error_status(event, self._ticket.completion)
             self.done |= self._status > 0
             count = (event.get("usage") or {}).get("completion_tokens")
             has_token = brings_token(event)
             self._has_reason |= any(one.get("finish_reason") for one in event.get("choices") or ())
-        except (ValueError, TypeError, AttributeError, OverflowError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return  # no event of OpenAI's protocol, so no token
         seen = self._ticket.tokens + (has_token and self._streamed)
         if isinstance(count, int):  # a count below what was seen, as of 0, is none

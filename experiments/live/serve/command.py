@@ -35,7 +35,6 @@ def _parser() -> argparse.ArgumentParser:
     form = "KIND[,server=NAME][,from=S][,to=S][,rate=SHARE][,status=N]"
     text = "a failure, repeatable: " + "; ".join(f"{k}: {v}" for k, v in KINDS.items())
     add("--fail", action="append", default=[], metavar=form, help=text)
-    add("--endpoints", type=Path, metavar="FILE", help="write the addresses there, as JSON")
     return parser
 
 
@@ -85,21 +84,14 @@ async def _serve(options: argparse.Namespace, specs: Sequence[fleet_file.ServerS
     names = [one.name for one in specs]
     faults = [parse_fault(text, names) for text in options.fail]
     fleet = SimulatedFleet(specs, faults, speed=options.speed, seed=options.seed)
-    if options.endpoints is not None:
-        options.endpoints.unlink(missing_ok=True)  # of another time
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with fleet:
-        if options.endpoints is not None:
-            fleet_file.write_endpoints(options.endpoints, fleet.endpoints)
         width = max(map(len, names))
         for server in fleet.servers:
-            line = f"{server.spec.name:<{width}}  {server.model}  {server.endpoint.url}"
-            print(line, flush=True)
+            print(f"{server.spec.name:<{width}}  {server.model}  {server.url}", flush=True)
         await ended.wait()
-    if options.endpoints is not None:
-        options.endpoints.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str]) -> int:

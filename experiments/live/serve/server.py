@@ -20,7 +20,7 @@ from aiohttp import web
 
 from servegym._checks import keywords, real
 from servegym.envs.prefix_routing.live import LiveEngine
-from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
+from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.serve.faults import Fault
 from servegym.experiments.live.serve.metrics import ServerMetrics
 from servegym.experiments.live.serve.protocol import Ask, BadRequest, answer, read_request
@@ -374,9 +374,9 @@ class SimulatedServer:
         await self._runner.cleanup()
 
     @property
-    def endpoint(self) -> Endpoint:
-        """Where it is found."""
-        return self.spec.endpoint(self.port)
+    def url(self) -> str:
+        """The base address of OpenAI's protocol."""
+        return self.spec.url(self.port)
 
 
 class SimulatedFleet:
@@ -408,11 +408,6 @@ class SimulatedFleet:
         for spec in specs:
             met = [one for one in faults if one.server in ("", spec.name)]
             self.servers.append(SimulatedServer(spec, met, speed, seed))
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """Where the servers are found."""
-        return [server.endpoint for server in self.servers]
 
     async def __aenter__(self) -> SimulatedFleet:
         started = asyncio.get_running_loop().time()

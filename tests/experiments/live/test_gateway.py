@@ -140,24 +140,6 @@ def test_an_observation_that_fails_gives_way_and_each_cause_is_logged_once_a_min
     assert caplog.text.count("ZeroDivisionError: ") == 2
 
 
-def test_a_policy_that_keeps_the_interpreter_is_switched_off(caplog):
-    now, calls = [0.0], []
-
-    def keeps(observation, mask):
-        calls.append(1)
-        now[0] += 4.0 if len(calls) != 3 else 0.0  # the third comes in time
-        return np.ones(1, np.int64)
-
-    router = router_with(keeps, budget_s=60.0, clock=lambda: now[0])
-    router.budget_s = 0.01  # which the thread may take long to say on a busy machine
-    router._worker.run = lambda act, limit_s: act()
-    found = [ask(router, str(k)) for k in range(9)]
-    assert [one.policy == "mine" for one in found] == [k == 2 for k in range(9)]
-    assert len(calls) == 6 and "kept the interpreter for 4 s" in router.off
-    assert router.off in caplog.text and found[-1].reason == router.off
-    assert router.counters.policy_timeouts == 8 and router.counters.late_s == 4.0
-
-
 def test_an_action_that_is_not_allowed_is_not_taken():
     router = router_with(lambda observation, mask: np.full(len(mask), 1))
     assert ask(router, allowed=[False, True, True, True, True, True]).expert == 1

@@ -30,11 +30,11 @@ def alive(pid):
 
 def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_path):
     specs = [ServerSpec(name, "llama.cpp", TINY, slots=2, context=64) for name in ("a", "b")]
-    with launcher.running(specs, tmp_path) as endpoints:
+    with launcher.running(specs, tmp_path) as urls:
         pids = [one.pid for one in multiprocessing.active_children()]
         assert len(pids) == 2
         words = [FIRST_WORD + i for i in range(20)]
-        targets = [Endpoint(one.url, one.name, output_tokens=12) for one in endpoints]
+        targets = [Endpoint(url, "ab"[k], output_tokens=12) for k, url in enumerate(urls)]
         came = []
         for target in targets:
             good = ask(target, words, on_token=lambda: came.append(time.perf_counter()))
@@ -45,7 +45,7 @@ def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_pat
         long = ask(replace(targets[0], output_tokens=60), words)  # more than the slot's context
         assert long.output_tokens < 60
         os.kill(pids[0], signal.SIGKILL)
-        while launcher.healthy(endpoints[0]):
+        while launcher.healthy(urls[0]):
             time.sleep(0.02)
         with pytest.raises(OSError):
             ask(targets[0], words)

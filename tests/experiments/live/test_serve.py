@@ -11,7 +11,7 @@ import pytest
 
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live import launcher
-from servegym.experiments.live.fleet_file import ServerSpec, read_endpoints
+from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.serve import command
 from servegym.experiments.live.serve import server as server_module
 from servegym.experiments.live.serve.faults import Fault, parse_fault
@@ -43,12 +43,12 @@ def served(scenario, *specs, faults=(), speed=20.0, **more):
 
 
 def completions(server):
-    return f"{server.endpoint.url}/completions"
+    return f"{server.url}/completions"
 
 
 async def metrics_of(session, server):
     """Samples of ``/metrics`` by name, the label of the reason included."""
-    url = server.endpoint.url.removesuffix("/v1") + "/metrics"
+    url = server.url.removesuffix("/v1") + "/metrics"
     async with session.get(url) as response:
         text = await response.text()
     found, line = {}, re.compile(r"(\S+?)\{(.*)\} (\S+)|(\S+) (\S+)")
@@ -74,7 +74,7 @@ def test_the_openai_package_speaks_with_it():
     openai = pytest.importorskip("openai")
 
     async def scenario(_, server):
-        async with openai.AsyncOpenAI(base_url=server.endpoint.url, api_key="secret") as client:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="secret") as client:
             assert [model.id for model in (await client.models.list()).data] == ["llama"]
             ask = {"model": "llama", "max_tokens": 12, "extra_body": {"ignore_eos": True}}
             plain = await client.completions.create(prompt="Once", **ask)
@@ -120,12 +120,12 @@ def test_a_bad_request_is_refused_in_openais_form(monkeypatch):
         for body, *_ in REFUSED:
             chat = isinstance(body, dict) and "messages" in body
             page = "/chat/completions" if chat else "/completions"
-            found.append(await post(session, server.endpoint.url + page, body))
+            found.append(await post(session, server.url + page, body))
         packed = gzip.compress(b'{"prompt": "a", "max_tokens": 2}')
         gzipped = {"Content-Encoding": "gzip"}
         for body in (packed, b"SECRET" + packed, gzip.compress(bytes(9 << 20))):
             found.append(await post(session, completions(server), body, **gzipped))
-        found.append(await post(session, server.endpoint.url + "/nothing", {}))
+        found.append(await post(session, server.url + "/nothing", {}))
         return found
 
     *answers, good, damaged, long, missing = served(scenario, spec(context=100))
@@ -219,7 +219,7 @@ def test_tools_stand_in_the_prompt_before_the_talk():
         found = []
         for tools in (None, [a], [a], [b]):
             body = {"messages": TALK, "max_tokens": 2, "tools": tools}
-            _, told = await post(session, f"{server.endpoint.url}/chat/completions", body)
+            _, told = await post(session, f"{server.url}/chat/completions", body)
             usage = told["usage"]
             found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
         return found
@@ -261,7 +261,7 @@ def test_a_stream_counts_its_tokens_where_that_is_asked_for():
     body = {"messages": TALK, "max_tokens": 5, "ignore_eos": True, "stream": True}
 
     async def scenario(session, server):
-        url = f"{server.endpoint.url}/chat/completions"
+        url = f"{server.url}/chat/completions"
         async with session.post(url, json={**body, "stream_options": options}) as response:
             return (await response.text()).split("\n\n")
 
@@ -427,7 +427,7 @@ def test_a_crash_breaks_connections_and_loses_the_cache():
         task = await begun(session, server, 3900)
         await server.fail(Fault("crash", start_s=server.now))
         reply = await task
-        refused = not await asyncio.to_thread(launcher.healthy, server.endpoint)
+        refused = not await asyncio.to_thread(launcher.healthy, server.url)
         await server.fail(Fault("refuse", start_s=0.0, end_s=server.now + 0.01))  # then it listens
         again = await stream(session, completions(server), completion_body("llama", STORY, 2))
         return reply, refused, again, await metrics_of(session, server)
@@ -479,25 +479,23 @@ def test_a_bad_command_is_refused_before_anything_listens(monkeypatch):
             command.main(words)
 
 
-def test_the_file_of_endpoints_is_there_while_servers_are(tmp_path):
-    path = tmp_path / "endpoints.json"
-    path.write_text("of another time")
-    words = ["--profile", PROFILE, "--model", "llama", "--endpoints", str(path)]
+def test_the_command_serves_until_a_signal(tmp_path, capsys):
+    words = ["--profile", PROFILE, "--model", "llama"]
     options = command._parser().parse_args(words)
 
     async def run():
         task = asyncio.create_task(command._serve(options, command._specs(options, tmp_path)))
-        await asyncio.sleep(0)
-        assert not path.exists()
-        while not path.exists():
+        shown = ""
+        while not shown:
             await asyncio.sleep(0.01)
-        (one,) = read_endpoints(path)
-        assert await asyncio.to_thread(launcher.healthy, one)
+            shown = capsys.readouterr().out
+        name, model, url = shown.split()
+        assert (name, model) == ("server-0", "llama")
+        assert await asyncio.to_thread(launcher.healthy, url)
         signal.raise_signal(signal.SIGTERM)
         await task
 
     asyncio.run(run())
-    assert not path.exists()
 
 
 def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):
@@ -521,7 +519,7 @@ def test_a_server_has_the_cache_and_the_names_of_its_description():
         # By the server's name, as routers of a fleet ask; its model's works as well.
         body = completion_body(server.spec.name, STORY, 3)
         reply = await stream(session, completions(server), body)
-        async with session.get(server.endpoint.url.removesuffix("v1") + "metrics") as response:
+        async with session.get(server.url.removesuffix("v1") + "metrics") as response:
             return reply, await response.text()
 
     reply, metrics = served(scenario, spec("a", **shared))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from servegym.baselines.registry import from_callable
-from servegym.experiments.live.fleet_file import Endpoint, write_endpoints
+from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways import command
 from servegym.experiments.live.gateways import gate as gate_module
@@ -439,8 +439,8 @@ def test_a_count_of_tokens_below_what_was_seen_lowers_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:profile")
-def test_a_server_may_run_many_requests_at_a_time(tmp_path):
-    one = Endpoint("a", "http://127.0.0.1:1/v1", 100, "h100-llama-3.1-8b")
+def test_a_server_may_run_many_requests_at_a_time():
+    one = ServerSpec("a", "vllm", slots=100, profile="h100-llama-3.1-8b")
     made = fleet_arguments([one, replace(one, slots=8)])
     gate = Gate(GatewayRouter(made, "least_outstanding", budget_s=None))
     assert all(gate.enter(CHAT).expert >= 0 for _ in range(200))
@@ -448,9 +448,6 @@ def test_a_server_may_run_many_requests_at_a_time(tmp_path):
     assert most["running_capacity"] == 1024
     with pytest.raises(ValueError, match="'a' has slots=4096; allowed: 1024"):
         fleet_arguments([replace(one, slots=4096)])
-    path = tmp_path / "endpoints.json"
-    write_endpoints(path, [one, replace(one, name="b", url="http://127.0.0.1:2/v1")])
-    assert command.main(["litellm", str(path), "--folder", str(tmp_path / "proxy")]) == 0
 
 
 def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
@@ -467,14 +464,11 @@ def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
         importlib.import_module(module)
 
 
-def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
-    path = tmp_path / "endpoints.json"
-    servers = [
-        Endpoint(f"e{k}", f"http://127.0.0.1:{9000 + k}/v1", 8, one)
-        for k, one in enumerate(profiles)
-    ]
-    write_endpoints(path, servers)
-    return path
+def fleet(tmp_path, profile="paper-linear-01", port=9000):
+    text = '[[server]]\nname = "e{}"\nengine = "vllm"\nprofile = "{}"\nport = {}\n'
+    path = tmp_path / "fleet.toml"
+    path.write_text("".join(text.format(k, profile, port and port + k) for k in range(2)))
+    return str(path)
 
 
 def test_the_files_of_a_litellm_proxy(tmp_path, capsys):
@@ -482,11 +476,12 @@ def test_the_files_of_a_litellm_proxy(tmp_path, capsys):
     import yaml
 
     folder = tmp_path / "proxy"
-    words = ["litellm", str(endpoints(tmp_path)), "--policy", "priced_greedy"]
+    words = ["litellm", fleet(tmp_path), "--policy", "priced_greedy"]
     assert command.main([*words, "--folder", str(folder), "--set", "waiting_capacity=16"]) == 0
     assert "--host 127.0.0.1" in capsys.readouterr().out
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert [one["model_info"]["id"] for one in config["model_list"]] == ["e0", "e1"]
+    assert config["model_list"][1]["litellm_params"]["api_base"] == "http://127.0.0.1:9001/v1"
     assert config["litellm_settings"]["callbacks"] == "servegym_router.strategy"
     code = (folder / "servegym_router.py").read_text()
     compile(code, "servegym_router.py", "exec")
@@ -495,7 +490,7 @@ def test_the_files_of_a_litellm_proxy(tmp_path, capsys):
 
 def test_what_no_gateway_can_serve_is_refused_before_files_are_written(tmp_path):
     folder = tmp_path / "proxy"
-    words = ["litellm", str(endpoints(tmp_path)), "--folder", str(folder)]
+    words = ["litellm", fleet(tmp_path), "--folder", str(folder)]
     for more, message in ((["--policy", "nothing"], "nothing"), (["--set", "rates=3"], "rates")):
         with pytest.raises(ValueError, match=message):
             command.main([*words, *more])
@@ -503,11 +498,6 @@ def test_what_no_gateway_can_serve_is_refused_before_files_are_written(tmp_path)
     with pytest.raises(ValueError, match="6 experts"):
         gate_with(names=["a"])
     with pytest.raises(ValueError, match="'e0' has no profile"):
-        command.main(["litellm", str(endpoints(tmp_path, ("",)))])
-    fleet = tmp_path / "fleet.toml"
-    text = '[[server]]\nname = "one"\nengine = "simulated"\nprofile = "paper-linear-01"\n'
-    fleet.write_text(text)
-    with pytest.raises(ValueError, match="'one' has no port"):
-        command.read_servers(fleet)
-    fleet.write_text(text + "port = 8001\n")
-    assert command.read_servers(fleet)[0].url == "http://127.0.0.1:8001/v1"
+        command.main(["litellm", fleet(tmp_path, profile="")])
+    with pytest.raises(ValueError, match="'e0' has no port"):
+        command.main(["litellm", fleet(tmp_path, port=0)])

@@ -43,14 +43,14 @@ def before_servers(scenario, act=first, **router):
                     {
                         "model_name": "llm",
                         "litellm_params": {
-                            "model": f"openai/{one.name}",
+                            "model": f"openai/{one.spec.name}",
                             "api_base": one.url,
                             "api_key": "none",
                             "max_retries": 0,
                         },
-                        "model_info": {"id": one.name},
+                        "model_info": {"id": one.spec.name},
                     }
-                    for one in fleet.endpoints
+                    for one in fleet.servers
                 ],
                 **{"num_retries": 2, "retry_after": 0, **router},
             )
