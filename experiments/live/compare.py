@@ -369,22 +369,26 @@ def _with_interval(key: Row, name: str, values: Sequence[float], **more: Any) ->
 
 
 def error_rows(rows: Sequence[Row]) -> list[Row]:
-    """Errors of a run's mean times, simulated over measured, by load and quantity."""
-    keys = ("load", "policy", "repetition")
-    real = {tuple(row[k] for k in keys): row for row in rows if row["world"] == "real"}
-    pairs: dict[tuple[float, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        if row["world"] == "simulated":
-            other = real[tuple(row[k] for k in keys)]
-            for name in QUANTITIES:
-                if row[name] > 0 and other[name] > 0:
-                    pairs.setdefault((row["load"], name), []).append((row[name], other[name]))
+    """Errors of a run's mean times, simulated over measured, by load and quantity.
+
+    The runs of both worlds stand in the same order.
+    """
+    real, simulated = ([row for row in rows if row["world"] == world] for world in WORLDS)
     table = []
-    for (load, name), values in sorted(pairs.items()):
-        simulated, measured = np.transpose(values)
-        errors = simulated / measured - 1.0
-        more = {"absolute": float(np.abs(errors).mean()), "measured_s": float(measured.mean())}
-        table.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
+    for load in sorted({row["load"] for row in rows}):
+        for name in sorted(QUANTITIES):
+            pairs = [
+                (ours[name], its[name])
+                for ours, its in zip(simulated, real, strict=True)
+                if its["load"] == load and ours[name] > 0 and its[name] > 0
+            ]
+            if pairs:
+                ours, measured = np.transpose(pairs)
+                errors = ours / measured - 1.0
+                more = {"absolute": float(np.abs(errors).mean())}
+                more |= {"measured_s": float(measured.mean())}
+                key = {"load": load, "quantity": name}
+                table.append(_with_interval(key, "error", errors, **more))
     return table
 
 
@@ -394,11 +398,10 @@ def qos_rows(rows: Sequence[Row]) -> list[Row]:
     values: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         values.setdefault(tuple(row[k] for k in keys), []).append(row["qos"])
-    table = [
+    return [
         _with_interval(dict(zip(keys, key, strict=True)), "qos", some)
-        for key, some in values.items()
+        for key, some in sorted(values.items())
     ]
-    return sorted(table, key=lambda row: (row["load"], row["policy"]))
 
 
 def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:

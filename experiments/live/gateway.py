@@ -91,7 +91,6 @@ class Counters:
 
     decisions: int = 0
     drops: int = 0
-    observation_errors: int = 0
     policy_errors: int = 0
     policy_timeouts: int = 0
     illegal_actions: int = 0
@@ -102,8 +101,7 @@ class Counters:
     @property
     def fallbacks(self) -> int:
         """Decisions that the least load took in place of the policy."""
-        failed = self.observation_errors + self.policy_errors
-        return failed + self.policy_timeouts + self.illegal_actions
+        return self.policy_errors + self.policy_timeouts + self.illegal_actions
 
 
 class GatewayRouter:
@@ -191,20 +189,12 @@ class GatewayRouter:
             if request.id in self._requests:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
             predictions, now = self._predictions(request), self.clock()
-            action, mask = 0, np.ones((1, self.num_experts + 1), np.int8)
-            observation, reason = {}, ""
-            try:
-                load = self._load_with(predictions[0], predictions[2], now)
-                observation, mask = self._observation(predictions, load, now)
-                self._load = load
-                self._arrivals, self._last_arrival = self._arrivals + 1, now
-            except Exception as error:  # whatever it is, requests go on
-                self.counters.observation_errors += 1
-                reason = self.report("observation", error)
+            self._load = self._load_with(predictions[0], predictions[2], now)
+            self._arrivals, self._last_arrival = self._arrivals + 1, now
+            observation, mask = self._observation(predictions, now)
             if request.allowed is not None:
                 mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
-            if not reason:
-                action, reason = self._chosen(observation, mask)
+            action, reason = self._chosen(observation, mask)
             if reason:
                 action = self._least(mask)
             self.counters.decisions += 1
@@ -225,10 +215,7 @@ class GatewayRouter:
         ):
             value = getattr(request, name)
             value = mean if value is None else value
-            try:
-                array = np.array(value, np.float64)
-            except (TypeError, ValueError, OverflowError):
-                array = np.empty(0)
+            array = np.array(value, np.float64)
             if name == "prompt_tokens" and array.ndim == 0:
                 array = np.full(n, array)
             if array.shape != (n,) or not np.isfinite(array).all():
@@ -255,15 +242,12 @@ class GatewayRouter:
         return running, waiting
 
     def _observation(
-        self, predictions: _Predictions, load: NDArray[np.float64], now: float
+        self, predictions: _Predictions, now: float
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int8]]:
-        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask.
-
-        ``load`` are the means of the load with the request to route.
-        """
+        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask."""
         prompt, scores, lengths = predictions
         n, r, w = self.num_experts, self._slots, self._room
-        shown_load = np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
+        shown_load = np.minimum(self._load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
         observation: dict[str, NDArray[Any]] = {
             "request": np.stack([np.minimum(prompt, MAX_PROMPT_TOKENS), scores, lengths], 1)[None],
             "experts": np.zeros((1, n, 3), np.float32),
@@ -333,7 +317,7 @@ class GatewayRouter:
     def report(self, what: str, error: BaseException) -> str:
         """Log a failure and its cause, each kind once a minute, keep it and return its text.
 
-        ``what`` has failed: ``policy``, ``observation`` or ``prediction``.
+        ``what`` has failed: ``policy`` or ``prediction``.
         """
         text = f"{type(error).__name__}: {error}"[:300]
         self.counters.last_error = f"{what}: {text}"

@@ -50,10 +50,9 @@ TEXTS = (*TEXTS, "name", "arguments", "input", "output")
 LONGEST = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 REFUSALS = {401: "denied", 403: "denied", 404: "unknown"}
 STATUSES = {
-    **{"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403},
-    **{"not_found_error": 404, "request_too_large": 413, "invalid_prompt": 400},
-    **{"rate_limit_error": 429, "rate_limit_exceeded": 429, "context_length_exceeded": 400},
-    **{"insufficient_quota": 429, "BadRequestError": 400, "NotFoundError": 404},
+    **{"invalid_request_error": 400, "invalid_prompt": 400, "context_length_exceeded": 400},
+    **{"rate_limit_exceeded": 429, "insufficient_quota": 429, "authentication_error": 401},
+    **{"BadRequestError": 400, "NotFoundError": 404},
 }
 """Of errors that are told by a name; all others are the server's."""
 
@@ -64,7 +63,7 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
     Token ids are counted; of text, and of schemas of tools, four bytes are taken for a token.
     """
 
-    def count(value: Any, depth: int, schema: bool) -> float:
+    def count(value: Any, depth: int) -> float:
         if isinstance(value, str):
             return len(value.encode("utf-8", "replace")) / BYTES_PER_TOKEN
         if isinstance(value, int):
@@ -72,18 +71,16 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
         if depth == 0:
             return 0
         if isinstance(value, Mapping):
-            if schema:
-                names = sum(len(str(key)) for key in value) / BYTES_PER_TOKEN
-                return names + sum(count(one, depth - 1, True) for one in value.values())
-            return sum(count(value[key], depth - 1, False) for key in TEXTS if key in value)
+            return sum(count(value[key], depth - 1) for key in TEXTS if key in value)
         if not isinstance(value, Sequence):
             return 0
         if value and type(value[0]) is int:  # token ids, of which there may be a million
             return len(value)
-        return sum(count(one, depth - 1, schema) for one in value)
+        return sum(count(one, depth - 1) for one in value)
 
-    tokens = sum(count(body.get(key), DEPTH, False) for key in PROMPTS)
-    tokens += sum(count(body.get(key), DEPTH, True) for key in SCHEMAS)
+    tokens = sum(count(body.get(key), DEPTH) for key in PROMPTS)
+    schemas = [json.dumps(body[key], default=str) for key in SCHEMAS if body.get(key)]
+    tokens += sum(map(len, schemas)) / BYTES_PER_TOKEN
     return min(max(1, round(tokens)), MAX_TOKENS)
 
 
@@ -94,21 +91,15 @@ def error_status(event: Mapping[str, Any], completion: bool = True) -> int:
     the error's name says it, and 500 stands for all that say nothing. An answer to a completion
     that has no choices but a ``detail`` or a ``message`` is an error as well.
     """
-    inner = event.get("response")
-    error = error_of(event) or (inner.get("error") if isinstance(inner, Mapping) else None)
+    error = error_of(event)
     if not error and completion and not event.get("choices"):
         error = event.get("detail") or event.get("message")
-    if not error and event.get("type") in ("error", "response.failed"):
-        error = event
     if not error:
         return 0
     if isinstance(error, str):  # an event whose name says that it is an error
         with contextlib.suppress(ValueError, RecursionError):
             error = json.loads(error)
-    found = [event]
-    while isinstance(error, Mapping) and len(found) < DEPTH:
-        found.insert(0, error)
-        error = error.get("error")
+    found = [one for one in (error, event) if isinstance(one, Mapping)]
     keys = ("code", "status", "status_code", "error_code", "type")
     values = [str(one.get(key)) for one in found for key in keys]
     numbers = [int(text) for text in values if len(text) == 3 and text.isdecimal()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import math
 import random
@@ -417,12 +416,9 @@ class SimulatedFleet:
         except BaseException:
             await self.__aexit__()
             raise
-        gc.collect()
-        gc.freeze()  # what stays is not looked at again: collections pause the tokens
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        gc.unfreeze()
         await asyncio.gather(*(server.stop() for server in self.servers))
 
 

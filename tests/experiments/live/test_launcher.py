@@ -44,8 +44,9 @@ def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_pat
         assert len(came) == 24
         long = ask(replace(targets[0], output_tokens=60), words)  # more than the slot's context
         assert long.output_tokens < 60
-        os.kill(pids[0], signal.SIGKILL)
-        while launcher.healthy(urls[0]):
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        while any(map(launcher.healthy, urls)):
             time.sleep(0.02)
         with pytest.raises(OSError):
             ask(targets[0], words)

@@ -76,21 +76,18 @@ class Exchange:
         """Send headers and body of a request and take what the picker says until its end."""
         headers = _map({":path": "/v1/chat/completions", "content-type": "application/json"})
         headers.end_of_stream = not body
-        picked = Picked()
         await self.say(
             request_headers=headers,
             protocol_config=ProtocolConfiguration(**self.modes),
             metadata_context=_metadata(SUBSET, f"{DESTINATION}-subset", subset),
         )
-        if not body or self.modes["request_body_mode"] != DUPLEX:
-            self._take(picked, await self.call.read())
-            return picked
-        size = -(-len(body) // pieces)
+        size = -(-len(body) // pieces) or 1
         for k in range(0, len(body), size):
             last = k + size >= len(body) and not trailers
             await self.say(request_body=HttpBody(body=body[k : k + size], end_of_stream=last))
         if trailers:
             await self.say(request_trailers=HttpTrailers())
+        picked = Picked()
         while not self._take(picked, await self.call.read()):
             if picked.endpoints and len(picked.body) >= len(body) and not trailers:
                 break
