@@ -73,17 +73,6 @@ class Plan:
 QUICK = Plan(policies=POLICIES[:3], loads=(0.8,), repetitions=1, requests=40, sweep=4)
 
 
-@dataclass
-class Run:
-    """What real servers did with one policy's requests."""
-
-    policy: str
-    load: float  # share of the fleet's capacity
-    repetition: int
-    arguments: dict[str, Any]  # of the environment that plays the same requests
-    records: list[Row]  # what became of each request
-
-
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
     """Requests/s of a server with all slots busy, and seconds a token of a request in it."""
     prompt, output = float(np.mean(PROMPTS)), float(np.mean(OUTPUTS))
@@ -148,25 +137,18 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
     write_columns(path, columns)
 
 
-# -- reality ------------------------------------------------------------------------------------
-
-
 def _serve(
-    names: Sequence[str],
-    urls: Sequence[str],
-    router: GatewayRouter,
-    requests: Sequence[Row],
-    seed: int,
+    urls: Mapping[str, str], router: GatewayRouter, requests: Sequence[Row], seed: int
 ) -> list[Row]:
-    """Route the requests to the servers as they come; a record of each."""
-    random = np.random.default_rng(seed)
+    """Route the requests to the servers as they come; a record of each, of `LOG` and failures."""
+    random, names = np.random.default_rng(seed), list(urls)
     begin = time.perf_counter() + 0.1
     router.clock = lambda: time.perf_counter() - begin
     records: list[Row] = []
     sends = []
 
     def send(record: Row, name: str, expert: int, prompt: list[int], tokens: int) -> None:
-        target = server.Endpoint(urls[expert], names[expert], output_tokens=tokens)
+        target = server.Endpoint(urls[names[expert]], names[expert], output_tokens=tokens)
         sent = router.clock()
         try:
             reply = server.ask(target, prompt, on_token=lambda: router.token(name))
@@ -189,11 +171,6 @@ def _serve(
             decision = router.decide(arrival)
             k = decision.expert
             record: Row = {
-                "request": j,
-                "expert": k,
-                "decision_s": decision.elapsed_s,
-                "reason": decision.reason,
-                "late_s": router.clock() - request["arrival_s"],
                 "arrival_s": request["arrival_s"],
                 "first_token_s": None,
                 "finish_s": None,
@@ -211,8 +188,8 @@ def _serve(
 
 def run(
     specs: Sequence[ServerSpec], plan: Plan, folder: Path
-) -> tuple[list[float], float, list[Run]]:
-    """Start, calibrate and measure the servers.
+) -> tuple[list[Row], list[float], float]:
+    """Start, calibrate and measure the servers, and simulate what they have served.
 
     Args:
         specs: The servers.
@@ -220,70 +197,58 @@ def run(
         folder: Where logs, profiles and requests are written.
 
     Returns:
-        Requests/s of each with all slots busy; the latency requirement, seconds a token; and the
-        runs in the order in which they were made.
+        The rows of the runs, of the real and the simulated world in turn; requests/s of each server
+        with all slots busy; and the latency requirement, seconds a token.
 
     Raises:
         ValueError: If a server does not start or does not answer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with launcher.running(specs, folder) as urls:
-        profiles = calibrate(specs, urls, plan, folder)
+    rows: list[Row] = []
+    with launcher.running(specs, folder) as addresses:
+        profiles = calibrate(specs, addresses, plan, folder)
+        urls = {one.name: url for one, url in zip(specs, addresses, strict=True)}
         specs = [replace(one, profile=str(folder / f"{one.name}.json")) for one in specs]
-        names = [one.name for one in specs]
         able = [capacity(p, one.slots) for p, one in zip(profiles, specs, strict=True)]
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
-        speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
+        speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(urls, rates, strict=True))
         duration, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
         print(f"calibrated in {duration}: {speeds}; {limit}")
-        arguments = {}
-        for load in plan.loads:
-            for repetition in range(plan.repetitions):
+        for repetition in range(plan.repetitions):
+            order = [(load, policy) for load in plan.loads for policy in plan.policies]
+            np.random.default_rng(repetition).shuffle(order)
+            for load, policy in order:
+                for name, url in urls.items():
+                    if not launcher.healthy(url):
+                        raise ValueError(f"server {name!r} has ended; see its log in {folder}")
                 path = folder / f"requests-{load:g}-{repetition}.csv"
                 # The same requests at every load, closer together at a higher one.
-                write_requests(path, names, load * sum(rates), plan.requests, repetition)
-                arguments[load, repetition] = fleet_arguments(
+                write_requests(path, list(urls), load * sum(rates), plan.requests, repetition)
+                arguments = fleet_arguments(
                     specs, requests_file=str(path), latency_requirement_s=latency_s
                 )
-        routers = {}
-        for policy in plan.policies:
-            routers[policy] = GatewayRouter(arguments[plan.loads[0], 0], policy, budget_s=None)
-            routers[policy].warm()
-        order: list[tuple[float, str, int]] = []
-        for repetition in range(plan.repetitions):
-            some = [(load, policy, repetition) for load in plan.loads for policy in plan.policies]
-            np.random.default_rng(repetition).shuffle(some)
-            order += some
-        runs = []
-        for number, (load, policy, repetition) in enumerate(order):
-            for name, url in zip(names, urls, strict=True):
-                if not launcher.healthy(url):
-                    raise ValueError(f"server {name!r} has ended; see its log in {folder}")
-            given = arguments[load, repetition]
-            requests = read_rows(given["requests_file"])
-            routers[policy].policy.reset(1, seed=repetition)
-            gc.collect()
-            gc.disable()
-            records = _serve(names, urls, routers[policy], requests, repetition)
-            gc.enable()
-            runs.append(Run(policy, load, repetition, given, records))
-            failed = [r["error"] for r in records if r.get("error")]
-            print(
-                f"{number + 1}/{len(order)} {policy} {load:g}: {len(records)} requests, "
-                f"{len(failed)} failed{' (' + failed[0] + ')' if failed else ''}, "
-                f"{time.monotonic() - began:.0f} s"
-            )
-    return rates, latency_s, runs
+                router = GatewayRouter(arguments, policy, budget_s=None)
+                router.warm()
+                router.policy.reset(1, seed=repetition)
+                gc.collect()
+                gc.disable()
+                records = _serve(urls, router, read_rows(path), repetition)
+                gc.enable()
+                key = {"load": load, "policy": policy, "repetition": repetition}
+                rows.append(outcome("real", key, latency_s, _real_log(records)))
+                log = _simulated_log(policy, repetition, arguments)
+                rows.append(outcome("simulated", key, latency_s, log))
+                failed = [r["error"] for r in records if r.get("error")]
+                print(
+                    f"{policy} {load:g}: {len(records)} requests, {len(failed)} failed"
+                    f"{' (' + failed[0] + ')' if failed else ''}, {time.monotonic() - began:.0f} s"
+                )
+    return rows, rates, latency_s
 
 
-# -- simulation ----------------------------------------------------------------------------------
-
-
-def outcome(
-    world: str, run: Run, latency_s: float, log: Mapping[str, np.ndarray] | np.ndarray
-) -> Row:
+def outcome(world: str, key: Row, latency_s: float, log: Mapping[str, np.ndarray]) -> Row:
     """The row of a run in a world; of its log (K,) it reads `LOG` and ``served``."""
     tokens, latency = np.maximum(log["output_tokens"], 1), log["finish_s"] - log["arrival_s"]
     times = {
@@ -294,9 +259,7 @@ def outcome(
     served, late = log["served"], latency / tokens > latency_s
     return {
         "world": world,
-        "load": run.load,
-        "policy": run.policy,
-        "repetition": run.repetition,
+        **key,
         "served": int(served.sum()),
         **{k: float(v[served].mean()) if served.any() else np.nan for k, v in times.items()},
         "late": float((served & late).mean()),
@@ -304,54 +267,30 @@ def outcome(
     }
 
 
-def _real_log(run: Run) -> dict[str, np.ndarray]:
-    log = {key: np.array([one[key] for one in run.records], np.float64) for key in LOG}
+def _real_log(records: Sequence[Row]) -> dict[str, np.ndarray]:
+    log = {key: np.array([one[key] for one in records], np.float64) for key in LOG}
     return log | {"served": np.isfinite(log["finish_s"])}
 
 
-def _simulated_log(run: Run) -> dict[str, np.ndarray]:
+def _simulated_log(policy: str, seed: int, arguments: dict[str, Any]) -> dict[str, np.ndarray]:
     """The log of the policy in closed loop on the same requests."""
-    env_id, policies, seed = "servegym/LLMRouting-v1", [run.policy], run.repetition
-    results = evaluate(env_id, policies, 1, seed, run.arguments, guests=IN_PROCESS)
+    env_id = "servegym/LLMRouting-v1"
+    results = evaluate(env_id, [policy], 1, seed, arguments, guests=IN_PROCESS)
     (log,) = next(iter(results.logs.values()))
-    return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
+    return {name: log[name] for name in LOG} | {"served": log["outcome"] == 1}
 
 
-def analyse(
-    specs: Sequence[ServerSpec],
-    capacity_rps: Sequence[float],
-    latency_s: float,
-    runs: Sequence[Run],
-    plan: Plan,
-    out: Path,
-    origin: Mapping[str, Any],
-) -> None:
-    """Simulate what `run` has returned; write and print tables of the runs, errors and QoS."""
-    rows: list[Row] = []
-    for one in runs:
-        rows.append(outcome("real", one, latency_s, _real_log(one)))
-        rows.append(outcome("simulated", one, latency_s, _simulated_log(one)))
+def write_tables(rows: Sequence[Row], out: Path, origin: Mapping[str, Any]) -> None:
+    """Write the tables of the runs, errors and QoS, and print the last two."""
     errors, qos = error_rows(rows), qos_rows(rows)
     notes = [
-        agreement_note(load, [row for row in qos if row["load"] == load]) for load in plan.loads
+        agreement_note(load, [row for row in qos if row["load"] == load])
+        for load in sorted({row["load"] for row in rows})
     ]
-    records = [record for one in runs for record in one.records]
-    decisions = 1e3 * np.array([record["decision_s"] for record in records])
-    text = f"decisions in the gateway: median {np.median(decisions):.2f} ms, p99 "
-    text += f"{np.quantile(decisions, 0.99):.2f} ms, {sum(bool(r['reason']) for r in records)} of "
-    notes.append(tables.note(f"{text}{len(records)} by the fallback", decisions=len(records)))
-    facts = ("name", "engine", "slots", "context", "cores")
-    settings = {
-        **asdict(plan),
-        "capacity_rps": capacity_rps,
-        "latency_requirement_s": latency_s,
-        "servers": [{key: getattr(one, key) for key in facts} for one in specs],
-    }
-    full = {**origin, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
-    tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
-    tables.write_result(out / "errors", errors, full)
-    tables.write_result(out / "qos", qos, full, notes)
+    tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], origin)
+    tables.write_result(out / "errors", errors, origin)
+    tables.write_result(out / "qos", qos, origin, notes)
     for title, table in (("errors, simulated over measured", errors), ("QoS", qos)):
         print_table(title, list(table[0]), [list(map(str, row.values())) for row in table])
     for one in notes:
@@ -445,7 +384,15 @@ def main(arguments: Sequence[str]) -> int:
         if one.engine != "llama.cpp":
             raise ValueError(f"server {one.name!r}: engine is {one.engine!r}; llama.cpp is started")
     plan = QUICK if options.quick else Plan()
+    rows, rates, latency_s = run(specs, plan, FOLDER)
+    facts = ("name", "engine", "slots", "context", "cores")
+    settings = {
+        **asdict(plan),
+        "capacity_rps": rates,
+        "latency_requirement_s": latency_s,
+        "servers": [{key: getattr(one, key) for key in facts} for one in specs],
+    }
     command = f"servegym real {' '.join(arguments)}"
-    origin = tables.provenance(command, options.quick, ("xllamacpp",))
-    analyse(specs, *run(specs, plan, FOLDER), plan, FOLDER / "tables", origin)
+    origin = tables.provenance(command, options.quick, ("xllamacpp",), settings)
+    write_tables(rows, FOLDER / "tables", origin)
     return 0

@@ -1,14 +1,11 @@
 """Real servers beside their simulation: the errors, and tiny servers from calibration to tables."""
 
-import json
-
 import pytest
 
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.live import compare
 from servegym.experiments.live.compare import Plan
 from servegym.experiments.live.fleet_file import ServerSpec
-from servegym.hardware_profiles import load
 
 
 def test_a_bad_fleet_is_refused_before_a_server_starts(tmp_path, monkeypatch):
@@ -29,22 +26,15 @@ def test_tiny_servers_from_calibration_to_tables(tmp_path):
         ServerSpec("large", "llama.cpp", "random:2x64", slots=2, context=128),
     ]
     plan = Plan(("least_outstanding", "greedy_qos"), (0.8,), 1, requests=20, sweep=3)
-    measured = compare.run(specs, plan, tmp_path)
-    for one in measured[-1]:
-        assert len(one.records) == 20 and not any(r.get("error") for r in one.records)
-        for r in one.records:
-            assert r["expert"] < 0 or 0 < r["first_token_s"] <= r["finish_s"]
-    compare.analyse(specs, *measured, plan, tmp_path, {"command": "servegym real compare"})
-    rows = read_rows(tmp_path / "runs.csv")
+    rows, rates, latency_s = compare.run(specs, plan, tmp_path)
     assert [(row["world"], row["served"] > 0) for row in rows] == [
         ("real", True),
         ("simulated", True),
     ] * 2
-    for name in ("small", "large"):
-        assert compare.capacity(load(str(tmp_path / f"{name}.json")), 2)[0] > 0
+    assert len(rates) == 2 and min(*rates, latency_s) > 0
+    compare.write_tables(rows, tmp_path, {"command": "servegym real compare"})
+    assert [row["world"] for row in read_rows(tmp_path / "runs.csv")] == ["real", "simulated"] * 2
     assert len(read_rows(tmp_path / "qos.csv")) == 2 * 2
-    made = json.loads((tmp_path / "qos.json").read_text())
-    assert [one["name"] for one in made["settings"]["servers"]] == ["small", "large"]
 
 
 def test_errors_are_of_the_simulation_over_the_measured():
