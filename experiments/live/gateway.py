@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -62,7 +61,6 @@ class Decision:
 
     expert: int  # 0 to N - 1, or -1: drop it (HTTP 429)
     policy: str  # name of what decided: the policy's, or ``least_outstanding``
-    elapsed_s: float  # seconds that it took
     reason: str = ""  # why the policy did not decide, or empty
 
     @property
@@ -82,7 +80,6 @@ class _InFlight:
     arrived: float
     available: float
     generated: int = 0
-    admitted: bool = False
 
 
 @dataclass
@@ -107,9 +104,9 @@ class Counters:
 class GatewayRouter:
     """Routes the requests of a gateway by a policy of ``servegym/LLMRouting-v1``.
 
-    Which requests an engine runs and which wait is not visible from outside. `admitted` says it
-    where an engine tells; else the first R requests that were sent to an expert and have not ended
-    count as running, which is exact for engines that serve in order with so many slots.
+    Which requests an engine runs and which wait is not visible from outside. The first R requests
+    that were sent to an expert and have not ended count as running, which is exact for engines that
+    serve in order with so many slots.
 
     All methods may be called from several threads. The policy runs in a thread of its own.
 
@@ -158,8 +155,7 @@ class GatewayRouter:
         self.counters = Counters()
         self._logged: dict[tuple[str, type], float] = {}
         self._lock = threading.RLock()
-        self._requests: OrderedDict[str, _InFlight] = OrderedDict()
-        self._engines_tell = False  # whether the engines tell what they run
+        self._requests: dict[str, _InFlight] = {}
         self._arrivals, self._last_arrival = 0, 0.0
         self._load = np.zeros((len(LOAD_HORIZONS), 3))
         self._worker = None if budget_s is None else _Worker()
@@ -184,7 +180,6 @@ class GatewayRouter:
         Raises:
             ValueError: If a request of that id is in flight, or a prediction is not (N,) numbers.
         """
-        begin = time.perf_counter()
         with self._lock:
             if request.id in self._requests:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
@@ -204,7 +199,7 @@ class GatewayRouter:
                 self._requests[request.id] = _InFlight(action - 1, predictions, now, now)
                 self.moved(request.id, action - 1)
         name = FALLBACK if reason else self.name
-        return Decision(action - 1, name, time.perf_counter() - begin, reason)
+        return Decision(action - 1, name, reason)
 
     def _predictions(self, request: GatewayRequest) -> _Predictions:
         arrays, n = [], self.num_experts
@@ -226,20 +221,14 @@ class GatewayRouter:
         return tuple(arrays)  # pyright: ignore[reportReturnType]
 
     def queues(self) -> tuple[list[list[_InFlight]], list[list[_InFlight]]]:
-        """The requests that run at each expert, in the order of their admission, and that wait.
+        """The requests that run at each expert, and that wait, in the order in which they reach it.
 
-        They wait in the order in which they reach the expert, where long prompts take longer.
+        Long prompts take longer to an expert.
         """
-        running: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
-        waiting: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
-        for r in self._requests.values():
-            (running if r.admitted else waiting)[r.expert].append(r)
-        for run, wait in zip(running, waiting, strict=True):
-            wait.sort(key=lambda r: r.available)
-            if not self._engines_tell:
-                run += wait[: self._slots]
-                del wait[: self._slots]
-        return running, waiting
+        sent: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
+        for r in sorted(self._requests.values(), key=lambda r: r.available):
+            sent[r.expert].append(r)
+        return [some[: self._slots] for some in sent], [some[self._slots :] for some in sent]
 
     def _observation(
         self, predictions: _Predictions, now: float
@@ -345,17 +334,8 @@ class GatewayRouter:
             one = self._requests.get(request)
             if one is not None:
                 prompt = float(one.predictions[0][expert])
-                one.expert, one.generated, one.admitted = expert, 0, False
+                one.expert, one.generated = expert, 0
                 one.available = self.clock() + self._delay[0] + self._delay[1] * prompt
-
-    def admitted(self, request: str) -> None:
-        """An engine has told that it runs the request, which is now the last that it admitted."""
-        with self._lock:
-            one = self._requests.get(request)
-            self._engines_tell = True
-            if one is not None and not one.admitted:
-                one.admitted = True
-                self._requests.move_to_end(request)
 
     def token(self, request: str, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""

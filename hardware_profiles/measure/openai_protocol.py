@@ -15,7 +15,7 @@ _DELTAS = (
 
 
 class EventStream:
-    """A stream of server-sent events, read as the WHATWG's standard has it.
+    """A stream of server-sent events, whose lines end with a line feed.
 
     An event of the type ``error``, or a field of that name (older llama.cpp), becomes an object
     with an ``error``.
@@ -24,29 +24,19 @@ class EventStream:
     def __init__(self) -> None:
         self._line, self._data = bytearray(), bytearray()
         self._error = False  # what comes is said to be an error by its name
-        self._first = True  # no line has come, so a byte order mark may
-        self._returned = False  # the last byte was a carriage return, which may end a line alone
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Take the next bytes; the data of the events that they end, unless it is too long."""
-        if not chunk:
-            return
-        if self._returned:
-            chunk = chunk.removeprefix(b"\n")
-        self._returned = chunk.endswith(b"\r")
         room = MAX_EVENT_BYTES + 16  # for the field's name: data that is too long stays too long
-        lines = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        for k, part in enumerate(lines):
+        for k, part in enumerate(chunk.split(b"\n")):
             if k and (data := self._end_line()):
                 yield data
             self._line += part[: room - len(self._line)]
 
     def _end_line(self) -> bytes:
         """Take the line; the data of an event that it ends, empty if there is none."""
-        line = bytes(self._line)
+        line = bytes(self._line.removesuffix(b"\r"))
         self._line.clear()
-        if self._first:
-            line, self._first = line.removeprefix(b"\xef\xbb\xbf"), False
         if line:
             name, _, value = line.partition(b":")  # a comment is a field without a name
             value = value.removeprefix(b" ")

@@ -16,8 +16,10 @@ from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 FLEET = {"rate": 9.0, "episode_requests": 300}
 
 
-def replayed(policy, fleet, *, admitted=True, seed=0):
+def replayed(policy, fleet, *, told=True, seed=0):
     """An episode of the environment and, beside it, a router that is told what a gateway sees.
+
+    Where it is ``told`` it knows, too, which requests the engines run.
 
     Yields at each decision the observation, the mask and the action, the environment's and the
     router's.
@@ -38,19 +40,21 @@ def replayed(policy, fleet, *, admitted=True, seed=0):
         return act(seen, mask)
 
     router.policy.act = noting
+    if told:
+        router.queues = lambda: queues
     under_way = set()
     for k in range(problem.arguments.episode_requests):
         seen, mask, now = batch.observation, batch.action_mask, float(batch.env["now"][0])
-        inside = set()
+        inside, queues = set(), ([], [])
         for n in range(problem.num_experts):
             slots = batch.slot[0, n]
             running, waiting = held(batch.expert[0, n], batch.queue[0, n])
-            inside |= {str(slots[slot]["request"]) for slot in (*running, *waiting)}
+            for queue, held_there in zip(queues, (running, waiting), strict=True):
+                names = [str(slots[slot]["request"]) for slot in held_there]
+                queue.append([router._requests[name] for name in names])
+                inside |= {*names}
             for i, slot in enumerate(running):
-                name = str(slots[slot]["request"])
-                if admitted:
-                    router.admitted(name)
-                router.token(name, int(seen["running"][0, n, i, 4]))
+                router.token(str(slots[slot]["request"]), int(seen["running"][0, n, i, 4]))
         for name in under_way - inside:
             router.finished(name)
         action = int(own.act(seen, mask)[0])
@@ -71,7 +75,7 @@ def test_observation_mask_and_action_are_those_of_the_environment():
 
 
 def test_what_runs_is_inferred_where_no_engine_tells():
-    steps = replayed("priced_greedy", FLEET, admitted=False)
+    steps = replayed("priced_greedy", FLEET, told=False)
     # Wrong for up to an iteration.
     assert np.mean([found.expert == action - 1 for _, _, action, *_, found in steps]) > 0.98
 
