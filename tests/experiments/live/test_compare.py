@@ -38,21 +38,17 @@ def test_tiny_servers_from_calibration_to_tables(tmp_path):
 
 
 def test_errors_are_of_the_simulation_over_the_measured():
-    def row(world, policy, repetition, scale):
-        times = dict.fromkeys(compare.QUANTITIES, 2.0 * scale * (1 + repetition))
-        cell = {"world": world, "load": 0.8, "policy": policy, "repetition": repetition}
-        return {**cell, **times, "qos": 0.5 * scale}
-
-    rows = [
-        row(world, policy, repetition, scale)
-        for repetition in (0, 1)
-        for world, policy, scale in (
-            ("real", "a", 1.0),
-            ("real", "b", 0.9),
-            ("simulated", "a", 1.2),
-            ("simulated", "b", 1.08),
-        )
-    ]
+    rows = []
+    for world, policy, scale in (
+        ("real", "a", 1.0),
+        ("real", "b", 0.9),
+        ("simulated", "a", 1.2),
+        ("simulated", "b", 1.08),
+    ):
+        for repetition in (0, 1):
+            times = dict.fromkeys(compare.QUANTITIES, 2.0 * scale * (1 + repetition))
+            key = {"world": world, "load": 0.8, "policy": policy}
+            rows.append({**key, "qos": 0.5 * scale, **times})
     errors, qos = compare.error_rows(rows), compare.qos_rows(rows)
     assert [one["quantity"] for one in errors] == sorted(compare.QUANTITIES)
     assert {(one["error"], one["low"], one["absolute"]) for one in errors} == {(0.2, 0.2, 0.2)}

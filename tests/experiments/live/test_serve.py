@@ -195,21 +195,14 @@ def test_what_would_change_the_numbers_is_refused_by_its_field(param, value):
     assert caught.value.param == param and caught.value.status == 400
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"content": None},
-        {},
-        {"content": [{"type": "refusal", "refusal": "no"}]},
-        {"content": None, "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
-    ],
-)
-def test_a_history_with_any_answer_is_taken(answer):
-    talk = [*TALK, {"role": "assistant", **answer}, {"role": "user", "content": "b"}]
-    bare = [*TALK, {"role": "assistant", "content": ""}, talk[-1]]
-    read, least = (read_request({"messages": one}, True, ["m"], 4096) for one in (talk, bare))
-    has_text = bool(answer.get("content") or answer.get("tool_calls"))
-    assert (len(read.prompt) > len(least.prompt)) == has_text
+def test_a_history_with_any_answer_is_taken():
+    def tokens(**answer):
+        talk = [*TALK, {"role": "assistant", **answer}, {"role": "user", "content": "b"}]
+        return len(read_request({"messages": talk}, True, ["m"], 4096).prompt)
+
+    assert tokens() == tokens(content=None) == tokens(content="")
+    assert tokens(content=[{"type": "refusal", "refusal": "no"}]) > tokens()
+    assert tokens(content=None, tool_calls=[{"id": "a", "function": {"name": "f"}}]) > tokens()
 
 
 def test_tools_stand_in_the_prompt_before_the_talk():
@@ -229,14 +222,9 @@ def test_tools_stand_in_the_prompt_before_the_talk():
     assert none == first == 0 and second == (long - 1) // 16 * 16
     assert 32 <= shared <= 80  # up to the block before the tools differ
     system = [{"role": "system", "content": "Be brief."}]
-    asks = [{"messages": system + TALK, "tools": tools} for tools in ([a], [b])]
-    one, two = (read_request(ask, True, ["m"], 4096).prompt for ask in asks)
+    body = {"messages": system + TALK, "tools": [a]}
     start = tokens_of("Be brief.")
-    assert (
-        list(one[1 : 1 + len(start)]) == start and one[: len(start) + 50] == two[: len(start) + 50]
-    )
-    less = read_request({"messages": TALK, "add_generation_prompt": False}, True, ["m"], 4096)
-    assert len(less.prompt) == plain - 1
+    assert list(read_request(body, True, ["m"], 4096).prompt[1 : 1 + len(start)]) == start
 
 
 def test_a_text_that_stops_an_answer_cuts_it():
@@ -347,25 +335,18 @@ def test_requests_take_the_times_of_the_engine():
     assert counted["vllm:request_success_total:length"] == 40
     assert counted["vllm:time_to_first_token_seconds_count"] == 40
     # In seconds of the wall, of which there are a tenth.
-    last, first = (
-        {at: some[-1] for at, some in times.items()},
-        {at: some[0] for at, some in times.items()},
+    sums = dict.fromkeys(
+        ("e2e_request_latency", "time_to_first_token", "request_queue_time", "inter_token_latency"),
+        0.0,
     )
-    gaps = [gap for some in times.values() for gap in np.diff(some)]
-    for name, values in {
-        "e2e_request_latency": [last[at] - at for at in times],
-        "time_to_first_token": [first[at] - at for at in times],
-        "request_queue_time": [admitted[at] - at for at in times],
-        "request_inference_time": [last[at] - admitted[at] for at in times],
-        "request_prefill_time": [first[at] - admitted[at] for at in times],
-        "request_decode_time": [last[at] - first[at] for at in times],
-        "request_time_per_output_token": [np.diff(some).mean() for some in times.values()],
-        "inter_token_latency": gaps,
-        "time_per_output_token": gaps,
-    }.items():
-        assert counted[f"vllm:{name}_seconds_sum"] == pytest.approx(sum(values) / 10.0), name
-        assert counted[f"vllm:{name}_seconds_count"] == len(values), name
-    assert sum(admitted[at] - at for at in times) > 0.0  # some have waited
+    for one in kept:
+        sums["e2e_request_latency"] += one.last_s - one.arrived_s
+        sums["time_to_first_token"] += one.first_s - one.arrived_s
+        sums["request_queue_time"] += admitted[one.arrived_s] - one.arrived_s
+        sums["inter_token_latency"] += one.last_s - one.first_s
+    for name, total in sums.items():
+        assert counted[f"vllm:{name}_seconds_sum"] == pytest.approx(total / 10.0), name
+    assert sums["request_queue_time"] > 0.0  # some have waited
     assert counted["vllm:num_requests_running"] == counted["vllm:kv_cache_usage_perc"] == 0.0
 
 
