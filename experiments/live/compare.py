@@ -1,9 +1,8 @@
 """Real servers and their simulation on the same requests: ``servegym real compare``.
 
-llama.cpp's servers are started and calibrated (closed-loop sweeps, all servers at a time). Then
-each policy routes the same requests through `GatewayRouter` to the real servers, at several loads
-and repetitions, in an order drawn so that a drift of the machine falls on all of them alike. The
-simulation plays the same requests by the same policies in closed loop, with the calibrated laws.
+llama.cpp's servers are started and calibrated. Then each policy routes the same requests to them,
+at several loads and repetitions, and the simulation plays the same in closed loop with the
+calibrated laws. Runs are made in a drawn order: a drift of the machine falls on all of them alike.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ MODELS = ("falcon-7b-instruct", "Meta-Llama-3-8B-Instruct")
 """Models of the catalog whose scores the servers earn, the first for the fastest server."""
 QUANTITIES = ("ttft_s", "tpot_s", "e2e_s")
 WORLDS = ("real", "simulated")
-IDS = (FIRST_WORD, VOCABULARY)
-"""Token ids that are words."""
+IDS = (FIRST_WORD, VOCABULARY)  # token ids that are words
 LOG = ("arrival_s", "first_token_s", "finish_s", "output_tokens", "score")
 """Columns of what became of the requests."""
-START_S = 0.5
-"""Seconds before the first request."""
+START_S = 0.5  # before the first request
 
 Row = dict[str, Any]
 
@@ -168,17 +165,16 @@ def _serve(
             scores = [request[f"predicted_score_{name}"] for name in names]
             lengths = [request[f"predicted_tokens_{name}"] for name in names]
             arrival = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
-            decision = router.decide(arrival)
-            k = decision.expert
+            k = router.decide(arrival).expert
             record: Row = {
                 "arrival_s": request["arrival_s"],
                 "first_token_s": None,
                 "finish_s": None,
                 "output_tokens": 1,
-                "score": 0.0 if decision.dropped else request[f"score_{names[k]}"],
+                "score": 0.0 if k < 0 else request[f"score_{names[k]}"],
             }
             records.append(record)
-            if not decision.dropped:
+            if k >= 0:
                 tokens = request[f"output_tokens_{names[k]}"]
                 sends.append(pool.submit(send, record, str(j), k, prompt, tokens))
     for one in sends:
@@ -361,14 +357,6 @@ def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def default_fleet(cores: int) -> list[ServerSpec]:
-    """Two llama.cpp servers, a core each: a small model and one of three times its work."""
-    return [
-        ServerSpec("small", "llama.cpp", "random:8x384", cores=(0,)),
-        ServerSpec("large", "llama.cpp", "random:12x512", cores=(1 % cores,)),
-    ]
-
-
 def main(arguments: Sequence[str]) -> int:
     """Command line of ``servegym real``."""
     parser = command_parser("real")
@@ -379,7 +367,12 @@ def main(arguments: Sequence[str]) -> int:
     compare.add_argument("fleet", nargs="?", type=Path, metavar="FLEET.toml", help=text)
     compare.add_argument("--quick", action="store_true", help="a smoke run of about a minute")
     options = parser.parse_args(arguments)
-    specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
+    specs = [
+        ServerSpec("small", "llama.cpp", "random:8x384", cores=(0,)),
+        ServerSpec("large", "llama.cpp", "random:12x512", cores=(1 % (os.cpu_count() or 1),)),
+    ]
+    if options.fleet:
+        specs = read_fleet(options.fleet)
     for one in specs:
         if one.engine != "llama.cpp":
             raise ValueError(f"server {one.name!r}: engine is {one.engine!r}; llama.cpp is started")

@@ -1,23 +1,8 @@
 """FLEET.toml: the inference servers of a fleet, real ones and simulated ones.
 
-::
-
-    [[server]]
-    name = "small"             # letters, digits, - _ and .; also the model's name in requests
-    engine = "llama.cpp"       # or simulated; vllm: any server of yours, for a gateway before it
-    model = "random:8x384"     # llama.cpp: random weights, layers x width, or a GGUF file;
-                               # simulated: the model's name in requests
-    slots = 8                  # requests that run at a time
-    context = 512              # tokens of prompt and output that a request may have
-    cores = [0]                # processor cores of the server (default: all)
-    host = "127.0.0.1"         # address that the server listens on
-    port = 0                   # 0 takes a free one
-    batched_tokens = 2048      # largest number of tokens of an iteration
-    profile = "small.json"     # hardware profile, by name or file; simulated servers need one
-
-    [server.options]           # of a simulated one: kv_tokens, block_size, async_scheduling
-
-Relative paths are relative to the file.
+Each is a ``[[server]]`` with the fields of `ServerSpec`, its engine ``llama.cpp``, ``simulated``,
+or ``vllm`` for any server of yours that a gateway finds at its host and port. Relative paths are
+relative to the file.
 """
 
 from __future__ import annotations
@@ -68,7 +53,7 @@ class ServerSpec(Arguments):
 
     name: str = arg.other("", "also the model's name in requests", _name)
     engine: str = arg.choice("", ENGINES, "what serves")
-    model: str = arg.other("", "weights, or the model's name in requests", _text)
+    model: str = arg.other("", "random:LAYERSxWIDTH or a GGUF file; simulated: a name", _text)
     slots: int = arg.whole(8, 1, "requests that run at a time", high=4096)
     context: int = arg.whole(512, 2, "tokens of prompt and output of a request", high=1 << 24)
     cores: tuple[int, ...] = arg.other((), "processor cores; none are all", _cores)
@@ -76,7 +61,7 @@ class ServerSpec(Arguments):
     port: int = arg.whole(0, 0, "0 takes a free one", high=65535)
     batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration", high=1 << 24)
     profile: str = arg.other("", "hardware profile, by name or file", _text)
-    options: Mapping[str, Any] = arg.other({}, "of a simulated engine", mapping)
+    options: Mapping[str, Any] = arg.other({}, "kv_tokens, block_size, async_scheduling", mapping)
 
     def __post_init__(self) -> None:
         super().__post_init__()

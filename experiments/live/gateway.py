@@ -1,9 +1,7 @@
 """A policy behind a gateway: what a gateway sees becomes the observation that the policy reads.
 
-`GatewayRouter` keeps the state of the requests that it has sent and writes from it the observation
-of ``servegym/LLMRouting-v1``. A gateway tells it when a request was sent, when tokens came and when
-it ended; nothing else is known. A policy that fails or is too slow is replaced by the least load
-for that request, counted and logged: a gateway never stops because of its policy.
+A policy that fails or is too slow is replaced by the least load for that request, counted and
+logged: a gateway never stops because of its policy.
 """
 
 from __future__ import annotations
@@ -62,11 +60,6 @@ class Decision:
     expert: int  # 0 to N - 1, or -1: drop it (HTTP 429)
     policy: str  # name of what decided: the policy's, or ``least_outstanding``
     reason: str = ""  # why the policy did not decide, or empty
-
-    @property
-    def dropped(self) -> bool:
-        """Whether the request is refused."""
-        return self.expert < 0
 
 
 _Predictions = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]

@@ -1,11 +1,8 @@
 """A policy as Endpoint Picker of the Gateway API inference extension: Envoy's ext-proc over gRPC.
 
-The gateway sends the headers and the body of a request; the picker answers with
-``x-gateway-destination-endpoint``, as a header and in the dynamic metadata ``envoy.lb``, or with
-status 429 and ``Retry-After`` if the policy drops it, 503 if no endpoint may have it. Headers, body
-and trailers of the response tell how far the answer is. Bodies come in full duplex, as the protocol
-has it; an answer whose body is not shown to the picker counts as finished at its end.
-
+A request is answered with ``x-gateway-destination-endpoint``, as a header and in the dynamic
+metadata ``envoy.lb``, or with status 429 if the policy drops it, 503 if no endpoint may have it.
+Bodies come in full duplex; an answer that is not shown to the picker counts as finished at its end.
 Protocol: https://github.com/kubernetes-sigs/gateway-api-inference-extension, proposal 004, v1.0.0.
 """
 
@@ -273,8 +270,6 @@ class _Exchange:
         if self.subset is None:
             return [True] * len(self.endpoints)
         listed = self.subset.split(",") if isinstance(self.subset, str) else self.subset
-        if not isinstance(listed, Sequence):
-            listed = ()
         allowed = [one in listed for one in self.endpoints]
         if not any(allowed):
             raise _Refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")

@@ -1,9 +1,7 @@
 """What the plug-ins of all gateways share: requests of OpenAI's protocol, their ends, and failures.
 
-A `Gate` holds a `GatewayRouter`. It reads a request from the body that a gateway has, asks the
-router, and gives a `Ticket` that takes the events of that request, each of which counts once.
-`Breakers` keep requests from servers that fail, and a request of which nothing is heard any more is
-given up, so nothing is held for ever.
+A `Gate` asks a `GatewayRouter` where a request goes and gives a `Ticket`, which takes the events of
+that request, each of which counts once. Nothing is held for ever.
 """
 
 from __future__ import annotations
@@ -177,8 +175,7 @@ class Ticket:
         """The gateway has sent it to another expert itself: that of before has failed."""
         gate = self.gate
         with gate.lock:
-            there = 0 <= expert < len(gate.names) and expert != self.expert
-            if self.id not in gate.open or not there:
+            if self.id not in gate.open or expert == self.expert:
                 return
             gate.tell(self, "failed")
             gate.send(self, expert)
@@ -274,7 +271,7 @@ class Gate:
         ticket = Ticket(self, name, decision.expert, now, completion)
         with self.lock:
             self._elapsed.append(time.perf_counter() - begin)
-            if not decision.dropped:
+            if decision.expert >= 0:
                 self.send(ticket, decision.expert)
                 self.open[name] = ticket
         return ticket

@@ -51,16 +51,13 @@ async def metrics_of(session, server):
     url = server.url.removesuffix("/v1") + "/metrics"
     async with session.get(url) as response:
         text = await response.text()
-    found, line = {}, re.compile(r"(\S+?)\{(.*)\} (\S+)|(\S+) (\S+)")
+    found = {}
     for row in text.splitlines():
-        if row.startswith("#"):
-            assert row.split()[1] in ("HELP", "TYPE")
-            continue
-        match = line.fullmatch(row)
-        assert match is not None, row
-        name, labels, value, plain, other = match.groups()
-        reason = re.search(r'finished_reason="(\w+)"', labels or "")
-        found[(name or plain) + (f":{reason[1]}" if reason else "")] = float(value or other)
+        match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", row)
+        assert match is not None or row.startswith(("# HELP ", "# TYPE ")), row
+        if match is not None:
+            reason = re.search(r'finished_reason="(\w+)"', match[2] or "")
+            found[match[1] + (f":{reason[1]}" if reason else "")] = float(match[3])
     return found
 
 
@@ -143,11 +140,9 @@ REFUSED = [
     ({}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": [1, -1]}, 400, "prompt"),
-    ({"prompt": ["a", "b"]}, 400, "prompt"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": int("9" * 401)}, 400, "maximum context length"),
     ({"prompt": "a", "max_completion_tokens": 0}, 400, "max_completion_tokens"),
-    (b'{"prompt": "a", "max_tokens": 1e400}', 400, "max_tokens"),
     ({"prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
     ({"prompt": "a", "n": 2}, 400, "n must be 1"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
@@ -171,7 +166,6 @@ REFUSED = [
         ({"messages": [{"role": "user", "content": content}]}, 400, "content")
         for content in (None, 0, {}, [], [5])
     ),
-    ({"messages": [{"role": "assistant", "content": 0}]}, 400, "content"),
 ]
 
 
