@@ -437,48 +437,41 @@ class _Writer:
             "created": int(time.time()),
             "model": model,
         }
-        start = json.dumps(self._head)[:-1] + ', "choices": [{"index": 0, '
-        self._start = f"data: {start}"
-        self._text = ('"delta": {"content": "', '"}') if ask.chat else ('"text": "', '"')
+
+    def _choice(self, text: str, reason: str | None, **role: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"text": text}
+        if self._ask.chat:
+            part = {"delta" if self._ask.stream else "message": {**role, "content": text}}
+        return {"index": 0, **part, "logprobs": None, "finish_reason": reason}
+
+    def _event(self, choice: dict[str, Any], one: Served, count: int) -> str:
+        data: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._ask.running:
+            data["usage"] = _usage(one, count)
+        return f"data: {json.dumps(data)}\n\n"
 
     def tokens(self, text: Sequence[str], first: int, end: int, one: Served) -> bytes:
-        """Events of the tokens from ``first`` to ``end``; generated words need no escapes."""
-        before, after = self._text
-        head = self._start + before
-        rest = ', "logprobs": null, "finish_reason": null}]'
-        events = [
-            f"{head}{text[k]}{after}{rest}{self._so_far(one, k + 1)}" for k in range(first, end)
-        ]
+        """Events of the tokens from ``first`` to ``end``."""
+        events = []
         if first == 0 and self._ask.chat:
-            role = '"delta": {"role": "assistant", "content": ""}'
-            events.insert(0, self._start + role + rest + self._so_far(one, 0))
-        if end == one.output:
-            events[-1] = events[-1].replace(
-                '"finish_reason": null', f'"finish_reason": "{one.reason}"'
-            )
+            events.append(self._event(self._choice("", None, role="assistant"), one, 0))
+        for k in range(first, end):
+            choice = self._choice(text[k], one.reason if k + 1 == one.output else None)
+            events.append(self._event(choice, one, k + 1))
         return "".join(events).encode()
-
-    def _so_far(self, one: Served, count: int) -> str:
-        """The end of an event, with the counts of tokens if they were asked for."""
-        usage = f', "usage": {json.dumps(_usage(one, count))}' if self._ask.running else ""
-        return usage + "}\n\n"
 
     def end(self, one: Served) -> bytes:
         """What ends a stream."""
-        event = b""
+        event = ""
         if self._ask.usage:
             data = {**self._head, "choices": [], "usage": _usage(one, one.count)}
-            event = f"data: {json.dumps(data)}\n\n".encode()
-        return event + b"data: [DONE]\n\n"
+            event = f"data: {json.dumps(data)}\n\n"
+        return f"{event}data: [DONE]\n\n".encode()
 
     def whole(self, text: str, one: Served) -> str:
         """An answer in one piece."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": one.reason}
-        if self._ask.chat:
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text
-        return json.dumps({**self._head, "choices": [choice], "usage": _usage(one, one.count)})
+        choices = [self._choice(text, one.reason, role="assistant")]
+        return json.dumps({**self._head, "choices": choices, "usage": _usage(one, one.count)})
 
 
 def _usage(one: Served, count: int) -> dict[str, Any]:
