@@ -82,32 +82,20 @@ def test_no_server_outlives_the_process_that_started_it(tmp_path):
     assert not alive(pid)
 
 
-@pytest.mark.parametrize(
-    ("model", "what"),
-    [
-        ("random:8", "random:LAYERSxWIDTH"),
-        ("/nowhere.gguf", "no such file"),
-        (__file__, "status"),  # no GGUF
-    ],
-)
-def test_a_server_that_cannot_start_is_named(tmp_path, model, what):
-    with pytest.raises(ValueError, match=what):
-        with launcher.running([ServerSpec("a", "llama.cpp", model)], tmp_path):
-            pass
+def test_a_server_that_cannot_start_is_named(tmp_path, monkeypatch):
+    def refused(what, **change):
+        spec = ServerSpec(**{"name": "a", "engine": "llama.cpp", "model": TINY, **change})
+        with pytest.raises(ValueError, match=what), launcher.running([spec], tmp_path):
+            raise AssertionError
 
-
-def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path, monkeypatch):
-    spec = ServerSpec("a", "llama.cpp", TINY)
+    refused("random:LAYERSxWIDTH", model="random:8")
+    refused("no such file", model="/nowhere.gguf")
+    refused("status", model=__file__)  # no GGUF
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port}"):
-            with launcher.running([replace(spec, port=port)], tmp_path):
-                pass
+        refused(f"port {taken.getsockname()[1]}", port=taken.getsockname()[1])
     monkeypatch.setattr(launcher, "healthy", lambda *_: False)
     monkeypatch.setattr(launcher, "START_S", 0.3)
-    with pytest.raises(ValueError, match="not healthy after 0.3 s"):
-        with launcher.running([spec], tmp_path):
-            pass
+    refused("not healthy after 0.3 s")
     assert not multiprocessing.active_children()

@@ -15,6 +15,7 @@ TABLE = Path(bad_servers.__file__).parents[2] / "results" / "real" / "bad_server
     [
         ("none", "429, 60 at once"),
         ("none", "401, 20/s"),
+        ("none", "first tokens, 20/s"),
         ("401 to half", "none"),
         ("500 to a fifth", "first tokens, 20/s"),
         ("429 forever", "none"),

@@ -127,20 +127,6 @@ def test_only_a_regular_answer_closes_a_breaker(how):
     assert not gate.breakers.opened[0] and gate.enter(CHAT).expert == 0
 
 
-def test_failures_that_are_few_or_those_of_all_servers_stop_nothing():
-    gate = gate_with()
-    for k in range(300):
-        ticket = gate.enter(CHAT)
-        assert ticket.expert == 0
-        ticket.end("failed" if k % 10 == 9 else "finished")
-    rng, gate = np.random.default_rng(0), gate_with()
-    for k in range(1200):  # a client whose requests break every server
-        end_all(gate, "failed" if rng.uniform() < 0.4 else "finished", 1, k % 6)
-        assert not gate.breakers.opened.any()
-    end_all(gate, "failed", 40, 2)  # a server that does worse than that
-    assert gate.breakers.opened.tolist() == only(2)
-
-
 def test_a_server_may_be_slower_than_the_others_but_not_silent():
     """Others answer at once, this one after 5 s, and after a pause not at all."""
     now = [0.0]
