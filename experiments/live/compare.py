@@ -67,7 +67,7 @@ class Plan:
     sweep: int = 16  # requests a load and prompt length of the calibration
 
 
-QUICK = Plan(policies=POLICIES[:3], loads=(0.8,), repetitions=1, requests=40, sweep=4)
+QUICK = Plan(policies=POLICIES[:3], loads=(0.8,), repetitions=1, requests=40, sweep=8)
 
 
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
@@ -84,9 +84,9 @@ def calibrate(
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
     lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
 
-    # Some processor and some small model: the loads tell what they are.
+    # Some processor, bound by its arithmetic, and some small model: the loads tell what they are.
     start = replace(
-        roofline(model_shape("llama-3.2-1b"), 2e10, 2e11, 2.0**35),
+        roofline(model_shape("llama-3.2-1b"), 4e11, 2e11, 2.0**35),
         step_error={kind: {"bias": 0.0, "sd": 2.0} for kind in ("prefill", "decode")},
     )
 
