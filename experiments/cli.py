@@ -33,7 +33,7 @@ COMMANDS = {
     "tune": ("experiments.evaluation.tuning", "Tune a gateway's file or a routing rule."),
     "presubmit": ("experiments.evaluation.presubmit", "Play your router against published rules."),
     "claims": ("experiments.papers.claims", "Print the papers' claims with our results."),
-    "real": ("experiments.live.command", "Run real servers, and compare them with simulated ones."),
+    "real": ("experiments.live.compare", "Compare real servers with their simulation."),
     "gateway": ("experiments.live.gateways.command", "Put a policy in a gateway before servers."),
     "serve": ("experiments.live.serve.command", "Serve simulated GPUs behind OpenAI's protocol."),
     "bench": ("experiments.bench", "Measure the speed of every environment with references."),

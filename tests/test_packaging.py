@@ -264,12 +264,10 @@ def test_a_script_runs_as_a_file(root, script):
 
 
 def test_every_script_tells_a_mistake_in_one_line(root, capsys):
-    """By `run_main`; but those that another program starts, in an interpreter of their own."""
-    started = {"watchdog.py", "llama_server.py"}
     for folder in FOLDERS:
         for path in (root / folder).rglob("*.py"):
             _, guard, end = path.read_text("utf-8").partition('if __name__ == "__main__":')
-            if guard and path.name not in started:
+            if guard:
                 assert "run_main(" in end or "run_agent(" in end, path
 
     for error, message in (

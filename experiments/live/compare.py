@@ -1,17 +1,14 @@
 """Real servers and their simulation on the same requests: ``servegym real compare``.
 
-The servers of a fleet are started and calibrated (closed-loop sweeps, all servers at a time). Then
-each policy routes the same requests through `GatewayRouter` to the real servers, at several loads
-and repetitions, in an order drawn so that a drift of the machine falls on all of them alike. The
-simulation plays the same requests by the same policies in closed loop, with the calibrated laws.
+llama.cpp's servers are started and calibrated. Then each policy routes the same requests to them,
+at several loads and repetitions, and the simulation plays the same in closed loop with the
+calibrated laws. Runs are made in a drawn order: a drift of the machine falls on all of them alike.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,17 +19,16 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from servegym._checks import real
 from servegym._files import write_columns
-from servegym.envs import _arguments as arg
-from servegym.envs._arguments import Arguments
 from servegym.envs.workloads import load_catalog
+from servegym.experiments.cli import command_parser
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.guest import IN_PROCESS
-from servegym.experiments.evaluation.output import print_table, read_rows, write_json
+from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.stats import student_interval
-from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
+from servegym.experiments.live import launcher
+from servegym.experiments.live.fleet_file import ServerSpec, read_fleet
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
@@ -43,54 +39,35 @@ from servegym.hardware_profiles.measure import server
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.roofline import roofline
 
+FOLDER = Path("servegym-compare")
+"""Logs, models, calibrated profiles, requests, and the tables."""
 POLICIES = ("random", "least_outstanding", "greedy_qos", "priced_greedy", "fleet_search")
-LOADS = (0.5, 0.8, 1.1)
 PROMPTS, OUTPUTS = (24, 72), (16, 56)
 """Shortest and longest prompt and answer, tokens, drawn uniformly."""
 MODELS = ("falcon-7b-instruct", "Meta-Llama-3-8B-Instruct")
 """Models of the catalog whose scores the servers earn, the first for the fastest server."""
 QUANTITIES = ("ttft_s", "tpot_s", "e2e_s")
 WORLDS = ("real", "simulated")
-IDS = (FIRST_WORD, VOCABULARY)
-"""Token ids that are words."""
+IDS = (FIRST_WORD, VOCABULARY)  # token ids that are words
 LOG = ("arrival_s", "first_token_s", "finish_s", "output_tokens", "score")
 """Columns of what became of the requests."""
-START_S = 0.5
-"""Seconds before the first request."""
+START_S = 0.5  # before the first request
 
 Row = dict[str, Any]
 
 
-def _loads(argument: str, value: Sequence[Any]) -> tuple[float, ...]:
-    try:
-        return tuple(real(argument, float(one), 0.0, 3.0, open_low=True) for one in value)
-    except ValueError as error:
-        raise ValueError(f"loads: {error}; give numbers such as 0.5,0.8") from None
-
-
 @dataclass(frozen=True)
-class Plan(Arguments):
+class Plan:
     """What is compared."""
 
-    policies: tuple[str, ...] = arg.other(POLICIES, "names or checkpoints")
-    loads: tuple[float, ...] = arg.other(LOADS, "of the fleet's capacity", _loads)
-    repetitions: int = arg.whole(3, 1, "of each policy at each load, with other requests each")
-    requests: int = arg.whole(300, 1, "requests of a run", high=100_000)
-    sweep: int = arg.whole(16, 1, "requests a load and prompt length of the calibration")
+    policies: tuple[str, ...] = POLICIES
+    loads: tuple[float, ...] = (0.5, 0.8, 1.1)  # of the fleet's capacity
+    repetitions: int = 3  # of each policy at each load, with other requests each
+    requests: int = 300  # of a run
+    sweep: int = 16  # requests a load and prompt length of the calibration
 
 
-QUICK = Plan(policies=POLICIES[:3], loads=(0.8,), repetitions=1, requests=40, sweep=4)
-
-
-@dataclass
-class Run:
-    """What real servers did with one policy's requests."""
-
-    policy: str
-    load: float  # share of the fleet's capacity
-    repetition: int
-    arguments: dict[str, Any]  # of the environment that plays the same requests
-    records: list[Row]  # what became of each request
+QUICK = Plan(policies=POLICIES[:3], loads=(0.8,), repetitions=1, requests=40, sweep=8)
 
 
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
@@ -101,35 +78,37 @@ def capacity(profile: Profile, slots: int) -> tuple[float, float]:
     return slots / seconds, 1.3 * seconds / output
 
 
-def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
+def calibrate(
+    specs: Sequence[ServerSpec], urls: Sequence[str], plan: Plan, folder: Path
+) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
     lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
 
-    # Some processor and some small model: the loads tell what they are.
+    # Some processor, bound by its arithmetic, and some small model: the loads tell what they are.
     start = replace(
-        roofline(model_shape("llama-3.2-1b"), 2e10, 2e11, 2.0**35),
+        roofline(model_shape("llama-3.2-1b"), 4e11, 2e11, 2.0**35),
         step_error={kind: {"bias": 0.0, "sd": 2.0} for kind in ("prefill", "decode")},
     )
 
-    def measure(one: Endpoint) -> Profile:
-        out = folder / f"{one.name}.csv"
-        target = server.Endpoint(one.url, one.name, output_tokens=24, token_ids=IDS)
+    def measure(spec: ServerSpec, url: str) -> Profile:
+        out = folder / f"{spec.name}.csv"
+        target = server.Endpoint(url, spec.name, output_tokens=24, token_ids=IDS)
         # The first requests of a server are slow: they are sent, and not used.
         for loads, words, requests, seed in (
             ((1,), (16,), 2, 99),
-            (range(1, one.slots + 1), lengths, plan.sweep, 0),
+            (range(1, spec.slots + 1), lengths, plan.sweep, 0),
         ):
             out.unlink(missing_ok=True)
             server.measure(
                 target, out, loads=loads, prompt_words=words, requests=requests, seed=seed
             )
-        room = one.slots * one.context
-        profile = calibrate_server(read_loads(out), start, one.name, room).profile
-        profile.save(folder / f"{one.name}.json")
+        room = spec.slots * spec.context
+        profile = calibrate_server(read_loads(out), start, spec.name, room).profile
+        profile.save(folder / f"{spec.name}.json")
         return profile
 
-    with ThreadPoolExecutor(len(endpoints)) as pool:
-        return list(pool.map(measure, endpoints))
+    with ThreadPoolExecutor(len(specs)) as pool:
+        return list(pool.map(measure, specs, urls))
 
 
 def write_requests(path: Path, names: Sequence[str], rate: float, count: int, seed: int) -> None:
@@ -155,22 +134,18 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
     write_columns(path, columns)
 
 
-# -- reality ------------------------------------------------------------------------------------
-
-
 def _serve(
-    servers: Sequence[Endpoint], router: GatewayRouter, requests: Sequence[Row], seed: int
+    urls: Mapping[str, str], router: GatewayRouter, requests: Sequence[Row], seed: int
 ) -> list[Row]:
-    """Route the requests to the servers as they come; a record of each."""
-    random = np.random.default_rng(seed)
+    """Route the requests to the servers as they come; a record of each, of `LOG` and failures."""
+    random, names = np.random.default_rng(seed), list(urls)
     begin = time.perf_counter() + 0.1
     router.clock = lambda: time.perf_counter() - begin
-    names = [one.name for one in servers]
     records: list[Row] = []
     sends = []
 
     def send(record: Row, name: str, expert: int, prompt: list[int], tokens: int) -> None:
-        target = server.Endpoint(servers[expert].url, names[expert], output_tokens=tokens)
+        target = server.Endpoint(urls[names[expert]], names[expert], output_tokens=tokens)
         sent = router.clock()
         try:
             reply = server.ask(target, prompt, on_token=lambda: router.token(name))
@@ -190,22 +165,16 @@ def _serve(
             scores = [request[f"predicted_score_{name}"] for name in names]
             lengths = [request[f"predicted_tokens_{name}"] for name in names]
             arrival = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
-            decision = router.decide(arrival)
-            k = decision.expert
+            k = router.decide(arrival).expert
             record: Row = {
-                "request": j,
-                "expert": k,
-                "decision_s": decision.elapsed_s,
-                "reason": decision.reason,
-                "late_s": router.clock() - request["arrival_s"],
                 "arrival_s": request["arrival_s"],
                 "first_token_s": None,
                 "finish_s": None,
                 "output_tokens": 1,
-                "score": 0.0 if decision.dropped else request[f"score_{names[k]}"],
+                "score": 0.0 if k < 0 else request[f"score_{names[k]}"],
             }
             records.append(record)
-            if not decision.dropped:
+            if k >= 0:
                 tokens = request[f"output_tokens_{names[k]}"]
                 sends.append(pool.submit(send, record, str(j), k, prompt, tokens))
     for one in sends:
@@ -215,86 +184,67 @@ def _serve(
 
 def run(
     specs: Sequence[ServerSpec], plan: Plan, folder: Path
-) -> tuple[list[Endpoint], list[float], float, list[Run]]:
-    """Start, calibrate and measure the servers.
+) -> tuple[list[Row], list[float], float]:
+    """Start, calibrate and measure the servers, and simulate what they have served.
 
     Args:
         specs: The servers.
         plan: What is measured.
-        folder: Where logs, profiles, requests and the ``raw`` records of each run are written.
+        folder: Where logs, profiles and requests are written.
 
     Returns:
-        The servers, each with its calibrated profile; requests/s of each with all slots busy; the
-        latency requirement, seconds a token; and the runs in the order in which they were made.
+        The rows of the runs, of the real and the simulated world in turn; requests/s of each server
+        with all slots busy; and the latency requirement, seconds a token.
 
     Raises:
         ValueError: If a server does not start or does not answer.
     """
-    from servegym.experiments.live.launcher import Fleet
-
-    raw = folder / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for old in raw.glob("*.json"):
-        old.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with Fleet(specs, folder) as fleet:
-        profiles = calibrate(fleet.endpoints, plan, folder)
-        servers = [
-            replace(one, profile=str(folder / f"{one.name}.json")) for one in fleet.endpoints
-        ]
-        names = [one.name for one in servers]
-        able = [capacity(p, one.slots) for p, one in zip(profiles, servers, strict=True)]
+    rows: list[Row] = []
+    with launcher.running(specs, folder) as addresses:
+        profiles = calibrate(specs, addresses, plan, folder)
+        urls = {one.name: url for one, url in zip(specs, addresses, strict=True)}
+        specs = [replace(one, profile=str(folder / f"{one.name}.json")) for one in specs]
+        able = [capacity(p, one.slots) for p, one in zip(profiles, specs, strict=True)]
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
-        speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
+        speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(urls, rates, strict=True))
         duration, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
         print(f"calibrated in {duration}: {speeds}; {limit}")
-        arguments = {}
-        for load in plan.loads:
-            for repetition in range(plan.repetitions):
+        for repetition in range(plan.repetitions):
+            order = [(load, policy) for load in plan.loads for policy in plan.policies]
+            np.random.default_rng(repetition).shuffle(order)
+            for load, policy in order:
+                for name, url in urls.items():
+                    if not launcher.healthy(url):
+                        raise ValueError(f"server {name!r} has ended; see its log in {folder}")
                 path = folder / f"requests-{load:g}-{repetition}.csv"
                 # The same requests at every load, closer together at a higher one.
-                write_requests(path, names, load * sum(rates), plan.requests, repetition)
-                arguments[load, repetition] = fleet_arguments(
-                    servers, requests_file=str(path), latency_requirement_s=latency_s
+                write_requests(path, list(urls), load * sum(rates), plan.requests, repetition)
+                arguments = fleet_arguments(
+                    specs, requests_file=str(path), latency_requirement_s=latency_s
                 )
-        routers = {}
-        for policy in plan.policies:
-            routers[policy] = GatewayRouter(arguments[plan.loads[0], 0], policy, budget_s=None)
-            routers[policy].warm()
-        order: list[tuple[float, str, int]] = []
-        for repetition in range(plan.repetitions):
-            some = [(load, policy, repetition) for load in plan.loads for policy in plan.policies]
-            np.random.default_rng(repetition).shuffle(some)
-            order += some
-        runs = []
-        for number, (load, policy, repetition) in enumerate(order):
-            if fleet.dead():
-                raise ValueError(f"server {fleet.dead()[0]!r} has ended; see its log in {folder}")
-            given = arguments[load, repetition]
-            requests = read_rows(given["requests_file"])
-            routers[policy].policy.reset(1, seed=repetition)
-            gc.collect()
-            gc.disable()
-            records = _serve(servers, routers[policy], requests, repetition)
-            gc.enable()
-            runs.append(Run(policy, load, repetition, given, records))
-            write_json(raw / f"{number:03d}.json", asdict(runs[-1]))
-            failed = [r["error"] for r in records if r.get("error")]
-            print(
-                f"{number + 1}/{len(order)} {policy} {load:g}: {len(records)} requests, "
-                f"{len(failed)} failed{' (' + failed[0] + ')' if failed else ''}, "
-                f"{time.monotonic() - began:.0f} s"
-            )
-    return servers, rates, latency_s, runs
+                router = GatewayRouter(arguments, policy, budget_s=None)
+                router.warm()
+                router.policy.reset(1, seed=repetition)
+                gc.collect()
+                gc.disable()
+                records = _serve(urls, router, read_rows(path), repetition)
+                gc.enable()
+                key = {"load": load, "policy": policy, "repetition": repetition}
+                rows.append(outcome("real", key, latency_s, _real_log(records)))
+                log = _simulated_log(policy, repetition, arguments)
+                rows.append(outcome("simulated", key, latency_s, log))
+                failed = [r["error"] for r in records if r.get("error")]
+                print(
+                    f"{policy} {load:g}: {len(records)} requests, {len(failed)} failed"
+                    f"{' (' + failed[0] + ')' if failed else ''}, {time.monotonic() - began:.0f} s"
+                )
+    return rows, rates, latency_s
 
 
-# -- simulation ----------------------------------------------------------------------------------
-
-
-def outcome(
-    world: str, run: Run, latency_s: float, log: Mapping[str, np.ndarray] | np.ndarray
-) -> Row:
+def outcome(world: str, key: Row, latency_s: float, log: Mapping[str, np.ndarray]) -> Row:
     """The row of a run in a world; of its log (K,) it reads `LOG` and ``served``."""
     tokens, latency = np.maximum(log["output_tokens"], 1), log["finish_s"] - log["arrival_s"]
     times = {
@@ -305,9 +255,7 @@ def outcome(
     served, late = log["served"], latency / tokens > latency_s
     return {
         "world": world,
-        "load": run.load,
-        "policy": run.policy,
-        "repetition": run.repetition,
+        **key,
         "served": int(served.sum()),
         **{k: float(v[served].mean()) if served.any() else np.nan for k, v in times.items()},
         "late": float((served & late).mean()),
@@ -315,54 +263,30 @@ def outcome(
     }
 
 
-def _real_log(run: Run) -> dict[str, np.ndarray]:
-    log = {key: np.array([one[key] for one in run.records], np.float64) for key in LOG}
+def _real_log(records: Sequence[Row]) -> dict[str, np.ndarray]:
+    log = {key: np.array([one[key] for one in records], np.float64) for key in LOG}
     return log | {"served": np.isfinite(log["finish_s"])}
 
 
-def _simulated_log(run: Run) -> dict[str, np.ndarray]:
+def _simulated_log(policy: str, seed: int, arguments: dict[str, Any]) -> dict[str, np.ndarray]:
     """The log of the policy in closed loop on the same requests."""
-    env_id, policies, seed = "servegym/LLMRouting-v1", [run.policy], run.repetition
-    results = evaluate(env_id, policies, 1, seed, run.arguments, guests=IN_PROCESS)
+    env_id = "servegym/LLMRouting-v1"
+    results = evaluate(env_id, [policy], 1, seed, arguments, guests=IN_PROCESS)
     (log,) = next(iter(results.logs.values()))
-    return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
+    return {name: log[name] for name in LOG} | {"served": log["outcome"] == 1}
 
 
-def analyse(
-    servers: Sequence[Endpoint],
-    capacity_rps: Sequence[float],
-    latency_s: float,
-    runs: Sequence[Run],
-    plan: Plan,
-    out: Path,
-    origin: Mapping[str, Any],
-) -> None:
-    """Simulate what `run` has returned; write and print tables of the runs, errors and QoS."""
-    rows: list[Row] = []
-    for one in runs:
-        rows.append(outcome("real", one, latency_s, _real_log(one)))
-        rows.append(outcome("simulated", one, latency_s, _simulated_log(one)))
+def write_tables(rows: Sequence[Row], out: Path, origin: Mapping[str, Any]) -> None:
+    """Write the tables of the runs, errors and QoS, and print the last two."""
     errors, qos = error_rows(rows), qos_rows(rows)
     notes = [
-        agreement_note(load, [row for row in qos if row["load"] == load]) for load in plan.loads
+        agreement_note(load, [row for row in qos if row["load"] == load])
+        for load in sorted({row["load"] for row in rows})
     ]
-    records = [record for one in runs for record in one.records]
-    decisions = 1e3 * np.array([record["decision_s"] for record in records])
-    text = f"decisions in the gateway: median {np.median(decisions):.2f} ms, p99 "
-    text += f"{np.quantile(decisions, 0.99):.2f} ms, {sum(bool(r['reason']) for r in records)} of "
-    notes.append(tables.note(f"{text}{len(records)} by the fallback", decisions=len(records)))
-    facts = ("name", "engine", "slots", "context", "cores")
-    settings = {
-        **dict(plan),
-        "capacity_rps": capacity_rps,
-        "latency_requirement_s": latency_s,
-        "servers": [{key: getattr(one, key) for key in facts} for one in servers],
-    }
-    full = {**origin, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
-    tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
-    tables.write_result(out / "errors", errors, full)
-    tables.write_result(out / "qos", qos, full, notes)
+    tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], origin)
+    tables.write_result(out / "errors", errors, origin)
+    tables.write_result(out / "qos", qos, origin, notes)
     for title, table in (("errors, simulated over measured", errors), ("QoS", qos)):
         print_table(title, list(table[0]), [list(map(str, row.values())) for row in table])
     for one in notes:
@@ -380,22 +304,26 @@ def _with_interval(key: Row, name: str, values: Sequence[float], **more: Any) ->
 
 
 def error_rows(rows: Sequence[Row]) -> list[Row]:
-    """Errors of a run's mean times, simulated over measured, by load and quantity."""
-    keys = ("load", "policy", "repetition")
-    real = {tuple(row[k] for k in keys): row for row in rows if row["world"] == "real"}
-    pairs: dict[tuple[float, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        if row["world"] == "simulated":
-            other = real[tuple(row[k] for k in keys)]
-            for name in QUANTITIES:
-                if row[name] > 0 and other[name] > 0:
-                    pairs.setdefault((row["load"], name), []).append((row[name], other[name]))
+    """Errors of a run's mean times, simulated over measured, by load and quantity.
+
+    The runs of both worlds stand in the same order.
+    """
+    real, simulated = ([row for row in rows if row["world"] == world] for world in WORLDS)
     table = []
-    for (load, name), values in sorted(pairs.items()):
-        simulated, measured = np.transpose(values)
-        errors = simulated / measured - 1.0
-        more = {"absolute": float(np.abs(errors).mean()), "measured_s": float(measured.mean())}
-        table.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
+    for load in sorted({row["load"] for row in rows}):
+        for name in sorted(QUANTITIES):
+            pairs = [
+                (ours[name], its[name])
+                for ours, its in zip(simulated, real, strict=True)
+                if its["load"] == load and ours[name] > 0 and its[name] > 0
+            ]
+            if pairs:
+                ours, measured = np.transpose(pairs)
+                errors = ours / measured - 1.0
+                more = {"absolute": float(np.abs(errors).mean())}
+                more |= {"measured_s": float(measured.mean())}
+                key = {"load": load, "quantity": name}
+                table.append(_with_interval(key, "error", errors, **more))
     return table
 
 
@@ -405,11 +333,10 @@ def qos_rows(rows: Sequence[Row]) -> list[Row]:
     values: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         values.setdefault(tuple(row[k] for k in keys), []).append(row["qos"])
-    table = [
+    return [
         _with_interval(dict(zip(keys, key, strict=True)), "qos", some)
-        for key, some in values.items()
+        for key, some in sorted(values.items())
     ]
-    return sorted(table, key=lambda row: (row["load"], row["policy"]))
 
 
 def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
@@ -430,36 +357,35 @@ def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def default_fleet(cores: int) -> list[ServerSpec]:
-    """Two llama.cpp servers, a core each: a small model and one of three times its work."""
-    return [
-        ServerSpec("small", "llama.cpp", "random:8x384", cores=(0,)),
-        ServerSpec("large", "llama.cpp", "random:12x512", cores=(1 % cores,)),
-    ]
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Command line of ``servegym real compare``."""
-    parser = argparse.ArgumentParser(
-        prog="servegym real compare",
-        description="Serve the same requests by real servers and by their simulation.",
-    )
-    add = parser.add_argument
-    add("fleet", nargs="?", type=Path, help="FLEET.toml (two llama.cpp servers, a core each)")
-    add("--quick", action="store_true", help="a smoke run of about a minute")
-    for flag in ("--policies", "--loads", "--repetitions", "--requests", "--sweep"):
-        one = Plan.described()[flag[2:]]
-        several = isinstance(one.default, tuple)
-        shown = ",".join(map(str, one.default)) if several else one.default
-        parse: Any = (lambda text: text.split(",")) if several else int
-        add(flag, help=f"{one.text} ({shown})", type=parse)
-    add("--folder", type=Path, default=Path("servegym-compare"), help="logs, records, tables")
+    """Command line of ``servegym real``."""
+    parser = command_parser("real")
+    commands = parser.add_subparsers(required=True)
+    text = "serve the same requests by real servers and by their simulation"
+    compare = commands.add_parser("compare", help=text, description=text)
+    text = "its llama.cpp servers (by default two, a core each)"
+    compare.add_argument("fleet", nargs="?", type=Path, metavar="FLEET.toml", help=text)
+    compare.add_argument("--quick", action="store_true", help="a smoke run of about a minute")
     options = parser.parse_args(arguments)
-    asked = {name: getattr(options, name) for name in Plan.described()}
-    changes = {name: value for name, value in asked.items() if value is not None}
-    plan = replace(QUICK if options.quick else Plan(), **changes)
-    specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
-    command = shlex.join([*parser.prog.split(), *arguments])
-    origin = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))
-    analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", origin)
+    specs = [
+        ServerSpec("small", "llama.cpp", "random:8x384", cores=(0,)),
+        ServerSpec("large", "llama.cpp", "random:12x512", cores=(1 % (os.cpu_count() or 1),)),
+    ]
+    if options.fleet:
+        specs = read_fleet(options.fleet)
+    for one in specs:
+        if one.engine != "llama.cpp":
+            raise ValueError(f"server {one.name!r}: engine is {one.engine!r}; llama.cpp is started")
+    plan = QUICK if options.quick else Plan()
+    rows, rates, latency_s = run(specs, plan, FOLDER)
+    facts = ("name", "engine", "slots", "context", "cores")
+    settings = {
+        **asdict(plan),
+        "capacity_rps": rates,
+        "latency_requirement_s": latency_s,
+        "servers": [{key: getattr(one, key) for key in facts} for one in specs],
+    }
+    command = f"servegym real {' '.join(arguments)}"
+    origin = tables.provenance(command, options.quick, ("xllamacpp",), settings)
+    write_tables(rows, FOLDER / "tables", origin)
     return 0

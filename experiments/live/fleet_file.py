@@ -1,40 +1,21 @@
 """FLEET.toml: the inference servers of a fleet, real ones and simulated ones.
 
-::
-
-    [[server]]
-    name = "small"             # letters, digits, - _ and .; also the model's name in requests
-    engine = "llama.cpp"       # llama.cpp, vllm or simulated
-    model = "random:8x384"     # random weights, layers x width; or a GGUF file; vllm: a folder;
-                               # simulated: the model's name in requests
-    slots = 8                  # requests that run at a time
-    context = 512              # tokens of prompt and output that a request may have
-    cores = [0]                # processor cores of the server (default: all)
-    host = "127.0.0.1"         # address that the server listens on
-    port = 0                   # 0 takes a free one
-    batched_tokens = 2048      # largest number of tokens of an iteration
-    python = "venv/bin/python" # interpreter of the engine (default: this one)
-    profile = "small.json"     # hardware profile, by name or file; simulated servers need one
-
-    [server.options]           # further arguments of the engine
-
-Relative paths are relative to the file. ``servegym real up`` writes the addresses of the servers
-that it started as JSON (:class:`Endpoint`).
+Each is a ``[[server]]`` with the fields of `ServerSpec`, its engine ``llama.cpp``, ``simulated``,
+or ``vllm`` for any server of yours that a gateway finds at its host and port. Relative paths are
+relative to the file.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from servegym._checks import mapping, whole
-from servegym._files import write_json
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments
 
@@ -72,46 +53,26 @@ class ServerSpec(Arguments):
 
     name: str = arg.other("", "also the model's name in requests", _name)
     engine: str = arg.choice("", ENGINES, "what serves")
-    model: str = arg.other("", "weights, or the model's name in requests", _text)
+    model: str = arg.other("", "random:LAYERSxWIDTH or a GGUF file; simulated: a name", _text)
     slots: int = arg.whole(8, 1, "requests that run at a time", high=4096)
     context: int = arg.whole(512, 2, "tokens of prompt and output of a request", high=1 << 24)
     cores: tuple[int, ...] = arg.other((), "processor cores; none are all", _cores)
     host: str = arg.other(LOOPBACK, "address that it listens on", _text)
     port: int = arg.whole(0, 0, "0 takes a free one", high=65535)
     batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration", high=1 << 24)
-    python: str = arg.other("", "interpreter of the engine, by default this one", _text)
     profile: str = arg.other("", "hardware profile, by name or file", _text)
-    options: Mapping[str, Any] = arg.other({}, "further arguments of the engine", mapping)
+    options: Mapping[str, Any] = arg.other({}, "kv_tokens, block_size, async_scheduling", mapping)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needed = "profile" if self.engine == "simulated" else "model"
-        if not getattr(self, needed):
+        needed = {"simulated": "profile", "llama.cpp": "model"}.get(self.engine)
+        if needed and not getattr(self, needed):
             raise ValueError(f"{needed} is missing; engine = {self.engine!r} needs one")
-        if self.engine == "vllm" and self.model.startswith("random:"):
-            raise ValueError(f"model is {self.model!r}; engine = 'vllm' needs a folder")
 
-    def endpoint(self, port: int, pid: int = 0, log: str = "") -> Endpoint:
-        """Where it is found once it runs as a process at a port."""
+    def url(self, port: int) -> str:
+        """The base address of OpenAI's protocol at a port, such as http://127.0.0.1:8000/v1."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        same = ("name", "engine", "slots", "context", "cores", "profile")
-        shared = {key: getattr(self, key) for key in same}
-        return Endpoint(url=f"http://{host}:{port}/v1", pid=pid, log=log, **shared)
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server that runs; the fields of its `ServerSpec`, and where it is found."""
-
-    name: str
-    engine: str
-    url: str  # base address of OpenAI's protocol, such as http://127.0.0.1:8000/v1
-    pid: int
-    slots: int
-    context: int
-    cores: tuple[int, ...] = ()
-    log: str = ""  # file of what it prints
-    profile: str = ""
+        return f"http://{host}:{port}/v1"
 
 
 def _spec(entry: object, folder: Path) -> ServerSpec:
@@ -119,10 +80,9 @@ def _spec(entry: object, folder: Path) -> ServerSpec:
     if not isinstance(entry, Mapping):
         raise ValueError("must be a table: write [[server]]")
     values = dict(entry)
-    for key in ("model", "python", "profile"):
-        value = _text(key, values.get(key, ""))
-        if value and not value.startswith("random:") and (folder / value).exists():
-            # Not resolved: the interpreter of a virtual environment is a link that must stay one.
+    for key in ("model", "profile"):
+        value = values.get(key)
+        if isinstance(value, str) and value and (folder / value).exists():
             values[key] = os.path.abspath(folder / value)
     return ServerSpec.fill(values)
 
@@ -158,22 +118,3 @@ def read_fleet(path: str | os.PathLike[str]) -> list[ServerSpec]:
         if twice:
             raise ValueError(f"{path}: {what} {twice[0]!r} is given to two servers")
     return specs
-
-
-def write_endpoints(path: str | os.PathLike[str], endpoints: Sequence[Endpoint]) -> None:
-    """Write the addresses of servers that run, as JSON, in one step."""
-    write_json(path, {"servers": [asdict(one) for one in endpoints]})
-
-
-def read_endpoints(path: str | os.PathLike[str]) -> list[Endpoint]:
-    """Read what :func:`write_endpoints` wrote.
-
-    Raises:
-        ValueError: If the file is not of that form.
-        OSError: If it cannot be read.
-    """
-    try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))["servers"]
-        return [Endpoint(**{**one, "cores": tuple(one.get("cores", ()))}) for one in entries]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not a file of endpoints: {error}") from None

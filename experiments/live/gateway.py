@@ -1,9 +1,7 @@
 """A policy behind a gateway: what a gateway sees becomes the observation that the policy reads.
 
-`GatewayRouter` keeps the state of the requests that it has sent and writes from it the observation
-of ``servegym/LLMRouting-v1``. A gateway tells it when a request was sent, when tokens came and when
-it ended; nothing else is known. A policy that fails or is too slow is replaced by the least load
-for that request, counted and logged: a gateway never stops because of its policy.
+A policy that fails or is too slow is replaced by the least load for that request, counted and
+logged: a gateway never stops because of its policy.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -38,8 +34,6 @@ from servegym.envs.llm_routing.kernel.layout import (
 FALLBACK = "least_outstanding"
 MAX_TOKENS = 1 << 20
 """Of a prompt or an answer: what is told of more counts as so many."""
-BLOCKED_BUDGETS, BLOCKED_CALLS = 10, 3
-"""A policy is switched off that keeps the interpreter for ten budgets, three times in a row."""
 LOG_EVERY_S = 60.0
 PATIENCE_S = 1.0  # with a policy that is in a call where its thread is to end
 _log = logging.getLogger("servegym.gateway")
@@ -65,13 +59,7 @@ class Decision:
 
     expert: int  # 0 to N - 1, or -1: drop it (HTTP 429)
     policy: str  # name of what decided: the policy's, or ``least_outstanding``
-    elapsed_s: float  # seconds that it took
     reason: str = ""  # why the policy did not decide, or empty
-
-    @property
-    def dropped(self) -> bool:
-        """Whether the request is refused."""
-        return self.expert < 0
 
 
 _Predictions = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
@@ -85,7 +73,6 @@ class _InFlight:
     arrived: float
     available: float
     generated: int = 0
-    admitted: bool = False
 
 
 @dataclass
@@ -94,32 +81,27 @@ class Counters:
 
     decisions: int = 0
     drops: int = 0
-    observation_errors: int = 0
     policy_errors: int = 0
     policy_timeouts: int = 0
     illegal_actions: int = 0
     finished: int = 0
     failed: int = 0
     last_error: str = field(default="", repr=False)
-    late_s: float = 0.0  # the longest time that a policy took which was too slow
 
     @property
     def fallbacks(self) -> int:
         """Decisions that the least load took in place of the policy."""
-        failed = self.observation_errors + self.policy_errors
-        return failed + self.policy_timeouts + self.illegal_actions
+        return self.policy_errors + self.policy_timeouts + self.illegal_actions
 
 
 class GatewayRouter:
     """Routes the requests of a gateway by a policy of ``servegym/LLMRouting-v1``.
 
-    Which requests an engine runs and which wait is not visible from outside. `admitted` says it
-    where an engine tells; else the first R requests that were sent to an expert and have not ended
-    count as running, which is exact for engines that serve in order with so many slots.
+    Which requests an engine runs and which wait is not visible from outside. The first R requests
+    that were sent to an expert and have not ended count as running, which is exact for engines that
+    serve in order with so many slots.
 
-    All methods may be called from several threads. The policy runs in a thread, so one that keeps
-    the interpreter, as a regular expression can, holds everything: it is switched off for good when
-    it does so three times in a row.
+    All methods may be called from several threads. The policy runs in a thread of its own.
 
     Args:
         fleet: Arguments of the environment that describes the fleet, as for ``gymnasium.make``.
@@ -130,7 +112,6 @@ class GatewayRouter:
 
     Attributes:
         counters: What has happened.
-        off: Why the policy is asked no more, or empty.
 
     Raises:
         ValueError: If the policy is unknown, needs the environment or reads another observation
@@ -165,12 +146,9 @@ class GatewayRouter:
         self.clock, self.budget_s = clock, budget_s
         self.latency_requirement_s = float(np.mean(self.problem.arguments.latency_requirement_s))
         self.counters = Counters()
-        self.off = ""
-        self._blocked_calls = 0
         self._logged: dict[tuple[str, type], float] = {}
         self._lock = threading.RLock()
-        self._requests: OrderedDict[str, _InFlight] = OrderedDict()
-        self._engines_tell = False  # whether the engines tell what they run
+        self._requests: dict[str, _InFlight] = {}
         self._arrivals, self._last_arrival = 0, 0.0
         self._load = np.zeros((len(LOAD_HORIZONS), 3))
         self._worker = None if budget_s is None else _Worker()
@@ -195,25 +173,16 @@ class GatewayRouter:
         Raises:
             ValueError: If a request of that id is in flight, or a prediction is not (N,) numbers.
         """
-        begin = time.perf_counter()
         with self._lock:
             if request.id in self._requests:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
             predictions, now = self._predictions(request), self.clock()
-            action, mask = 0, np.ones((1, self.num_experts + 1), np.int8)
-            observation, reason = {}, ""
-            try:
-                load = self._load_with(predictions[0], predictions[2], now)
-                observation, mask = self._observation(predictions, load, now)
-                self._load = load
-                self._arrivals, self._last_arrival = self._arrivals + 1, now
-            except Exception as error:  # whatever it is, requests go on
-                self.counters.observation_errors += 1
-                reason = self.report("observation", error)
+            self._load = self._load_with(predictions[0], predictions[2], now)
+            self._arrivals, self._last_arrival = self._arrivals + 1, now
+            observation, mask = self._observation(predictions, now)
             if request.allowed is not None:
                 mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
-            if not reason:
-                action, reason = self._chosen(observation, mask)
+            action, reason = self._chosen(observation, mask)
             if reason:
                 action = self._least(mask)
             self.counters.decisions += 1
@@ -223,7 +192,7 @@ class GatewayRouter:
                 self._requests[request.id] = _InFlight(action - 1, predictions, now, now)
                 self.moved(request.id, action - 1)
         name = FALLBACK if reason else self.name
-        return Decision(action - 1, name, time.perf_counter() - begin, reason)
+        return Decision(action - 1, name, reason)
 
     def _predictions(self, request: GatewayRequest) -> _Predictions:
         arrays, n = [], self.num_experts
@@ -234,10 +203,7 @@ class GatewayRouter:
         ):
             value = getattr(request, name)
             value = mean if value is None else value
-            try:
-                array = np.array(value, np.float64)
-            except (TypeError, ValueError, OverflowError):
-                array = np.empty(0)
+            array = np.array(value, np.float64)
             if name == "prompt_tokens" and array.ndim == 0:
                 array = np.full(n, array)
             if array.shape != (n,) or not np.isfinite(array).all():
@@ -248,31 +214,22 @@ class GatewayRouter:
         return tuple(arrays)  # pyright: ignore[reportReturnType]
 
     def queues(self) -> tuple[list[list[_InFlight]], list[list[_InFlight]]]:
-        """The requests that run at each expert, in the order of their admission, and that wait.
+        """The requests that run at each expert, and that wait, in the order in which they reach it.
 
-        They wait in the order in which they reach the expert, where long prompts take longer.
+        Long prompts take longer to an expert.
         """
-        running: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
-        waiting: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
-        for r in self._requests.values():
-            (running if r.admitted else waiting)[r.expert].append(r)
-        for run, wait in zip(running, waiting, strict=True):
-            wait.sort(key=lambda r: r.available)
-            if not self._engines_tell:
-                run += wait[: self._slots]
-                del wait[: self._slots]
-        return running, waiting
+        sent: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
+        for r in sorted(self._requests.values(), key=lambda r: r.available):
+            sent[r.expert].append(r)
+        return [some[: self._slots] for some in sent], [some[self._slots :] for some in sent]
 
     def _observation(
-        self, predictions: _Predictions, load: NDArray[np.float64], now: float
+        self, predictions: _Predictions, now: float
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int8]]:
-        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask.
-
-        ``load`` are the means of the load with the request to route.
-        """
+        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask."""
         prompt, scores, lengths = predictions
         n, r, w = self.num_experts, self._slots, self._room
-        shown_load = np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
+        shown_load = np.minimum(self._load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
         observation: dict[str, NDArray[Any]] = {
             "request": np.stack([np.minimum(prompt, MAX_PROMPT_TOKENS), scores, lengths], 1)[None],
             "experts": np.zeros((1, n, 3), np.float32),
@@ -326,30 +283,14 @@ class GatewayRouter:
         def act() -> int:
             return int(np.asarray(self.policy.act(observation, shown)).reshape(-1)[0])
 
-        if self.off:
-            self.counters.policy_timeouts += 1
-            return 0, self.off
-        begin, late = self.clock(), False
         try:
             action = act() if self._worker is None else self._worker.run(act, self.budget_s)
         except _Late:
-            action, late = 0, True
+            self.counters.policy_timeouts += 1
+            return 0, f"the policy took more than {self.budget_s:g} s"
         except (Exception, SystemExit) as error:  # a policy may raise anything; the gateway goes on
             self.counters.policy_errors += 1
             return 0, self.report("policy", error)
-        if self._worker is not None and self.budget_s is not None:
-            seconds = self.clock() - begin
-            # An answer that comes in time to a thread which could not run is late as well.
-            blocked = seconds > BLOCKED_BUDGETS * self.budget_s
-            if blocked or not late:
-                self._blocked_calls = self._blocked_calls + 1 if blocked else 0
-            if late or blocked:
-                self.counters.policy_timeouts += 1
-                self.counters.late_s = max(self.counters.late_s, seconds)
-                if self._blocked_calls == BLOCKED_CALLS:
-                    self.off = f"the policy is off: it kept the interpreter for {seconds:.3g} s"
-                    _log.error("%s, %d times in a row", self.off, BLOCKED_CALLS)
-                return 0, f"the policy was too slow: {seconds:.3g} s"
         if not 0 <= action <= self.num_experts or mask[0, action] == 0:
             self.counters.illegal_actions += 1
             return 0, f"the policy chose action {action}, which is not allowed"
@@ -358,7 +299,7 @@ class GatewayRouter:
     def report(self, what: str, error: BaseException) -> str:
         """Log a failure and its cause, each kind once a minute, keep it and return its text.
 
-        ``what`` has failed: ``policy``, ``observation`` or ``prediction``.
+        ``what`` has failed: ``policy`` or ``prediction``.
         """
         text = f"{type(error).__name__}: {error}"[:300]
         self.counters.last_error = f"{what}: {text}"
@@ -386,17 +327,8 @@ class GatewayRouter:
             one = self._requests.get(request)
             if one is not None:
                 prompt = float(one.predictions[0][expert])
-                one.expert, one.generated, one.admitted = expert, 0, False
+                one.expert, one.generated = expert, 0
                 one.available = self.clock() + self._delay[0] + self._delay[1] * prompt
-
-    def admitted(self, request: str) -> None:
-        """An engine has told that it runs the request, which is now the last that it admitted."""
-        with self._lock:
-            one = self._requests.get(request)
-            self._engines_tell = True
-            if one is not None and not one.admitted:
-                one.admitted = True
-                self._requests.move_to_end(request)
 
     def token(self, request: str, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""
@@ -439,23 +371,25 @@ class _Late(Exception):
     """A call has not come back in time."""
 
 
-Calls = SimpleQueue[tuple[Callable[[], int], Future[int]] | None]
-
-
 class _Worker:
-    """One thread that calls the policy; while a call is late no other begins.
+    """A thread that calls the policy; while a call is late no other begins.
 
-    It is joined by `close`, and where the process ends. A policy that hangs cannot be: the thread
-    is a daemon, so that the process ends all the same.
+    It is a daemon, so that the process ends though a policy hangs.
     """
 
     def __init__(self) -> None:
-        self._calls: Calls = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
         self._last: Future[int] | None = None
-        name = "servegym-policy"
-        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._calls, thread)
+        self._thread = threading.Thread(target=self._serve, name="servegym-policy", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, future = call
+            try:
+                future.set_result(function())
+            except BaseException as error:  # as of SystemExit
+                future.set_exception(error)
 
     def run(self, function: Callable[[], int], limit_s: float | None) -> int:
         """The function's result, or its error; `_Late` where no call has come back in time."""
@@ -464,33 +398,14 @@ class _Worker:
         self._last = future = Future()
         self._calls.put((function, future))
         try:
-            return future.result(limit_s)
+            error = future.exception(limit_s)
         except TimeoutError:
-            if future.done():  # the policy's own
-                raise
             raise _Late from None
+        if error is not None and not isinstance(error, Exception):
+            raise RuntimeError(f"the policy raised {type(error).__name__}") from error
+        return future.result()
 
     def close(self) -> None:
         """End the thread after the call that it is in."""
-        self._end()
-
-
-def _serve(calls: Calls) -> None:
-    """Run what comes until None does; nothing of a call is held until the next comes."""
-    while (call := calls.get()) is not None:
-        function, future = call
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as error:  # as of SystemExit
-            other = RuntimeError(f"the policy raised {type(error).__name__}")
-            other.__cause__ = error
-            future.set_exception(other)
-        del call, function, future
-
-
-def _end(calls: Calls, thread: threading.Thread) -> None:
-    """End and join the thread; a policy that has hung for so long is left behind."""
-    calls.put(None)
-    thread.join(PATIENCE_S)
+        self._calls.put(None)
+        self._thread.join(PATIENCE_S)

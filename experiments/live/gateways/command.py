@@ -11,7 +11,7 @@ from typing import Any
 from servegym._command_line import add_settings, parse_settings
 from servegym._files import write_json, write_text
 from servegym.experiments.cli import command_parser
-from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
+from servegym.experiments.live.fleet_file import LOOPBACK, ServerSpec, read_fleet
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways.gate import Gate, fleet_arguments, from_metadata
 
@@ -36,26 +36,17 @@ strategy.show()
 '''
 
 
-def read_servers(path: Path) -> list[Endpoint]:
-    """The servers of a file of endpoints, or of FLEET.toml whose servers have fixed ports."""
-    if path.suffix != ".toml":
-        endpoints = read_endpoints(path)
-        if not endpoints:
-            raise ValueError(f"{path}: no server")
-        return endpoints
-    servers = []
-    for one in read_fleet(path):
+def read_servers(path: Path) -> list[ServerSpec]:
+    """The servers of FLEET.toml, each with a port."""
+    servers = read_fleet(path)
+    for one in servers:
         if not one.port:
-            raise ValueError(
-                f"{path}: server {one.name!r} has no port; give it one, or name the file of "
-                "endpoints that was written when the servers started"
-            )
-        servers.append(one.endpoint(one.port))
+            raise ValueError(f"{path}: server {one.name!r} has no port; write it there")
     return servers
 
 
 def _write_litellm(
-    servers: Sequence[Endpoint], fleet: dict[str, Any], options: argparse.Namespace
+    servers: Sequence[ServerSpec], fleet: dict[str, Any], options: argparse.Namespace
 ) -> Path:
     """Write ``config.yaml`` and ``servegym_router.py``, from which LiteLLM's proxy starts."""
     config = {
@@ -64,7 +55,7 @@ def _write_litellm(
                 "model_name": options.model,
                 "litellm_params": {
                     "model": f"openai/{one.name}",
-                    "api_base": one.url,
+                    "api_base": one.url(one.port),
                     "api_key": "none",
                 },
                 "model_info": {"id": one.name},
@@ -97,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     for one in (litellm, picker):
         add = one.add_argument
-        add("servers", type=Path, help="file of endpoints, or FLEET.toml with fixed ports")
+        add("fleet", type=Path, metavar="FLEET.toml", help="the servers, each with its port")
         add("--policy", default=POLICY, help=f"name of a policy, or a checkpoint ({POLICY})")
         add_settings(one)
         text = "take predictions from metadata.servegym of requests"
@@ -107,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     picker.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
     picker.add_argument("--port", type=int, default=9002, help="port to listen on (9002)")
     options = parser.parse_args(arguments)
-    servers = read_servers(options.servers)
+    servers = read_servers(options.fleet)
     fleet = fleet_arguments(servers, **parse_settings(options.set))
     try:
         router = GatewayRouter(fleet, options.policy)
@@ -123,5 +114,5 @@ def main(arguments: Sequence[str]) -> int:
 
     predict = from_metadata if options.trust_metadata else None
     gate = Gate(router, names=[one.name for one in servers], predict=predict)
-    endpoint_picker.run(gate, [one.url for one in servers], options.host, options.port)
+    endpoint_picker.run(gate, [one.url(one.port) for one in servers], options.host, options.port)
     return 0

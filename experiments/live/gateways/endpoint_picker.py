@@ -1,11 +1,8 @@
 """A policy as Endpoint Picker of the Gateway API inference extension: Envoy's ext-proc over gRPC.
 
-The gateway sends the headers and the body of a request; the picker answers with
-``x-gateway-destination-endpoint``, as a header and in the dynamic metadata ``envoy.lb``, or with
-status 429 and ``Retry-After`` if the policy drops it, 503 if no endpoint may have it. Headers, body
-and trailers of the response tell how far the answer is. Bodies may come buffered or in full duplex
-(``request_body_mode``); the answer's tokens are counted where it is streamed to the picker.
-
+A request is answered with ``x-gateway-destination-endpoint``, as a header and in the dynamic
+metadata ``envoy.lb``, or with status 429 if the policy drops it, 503 if no endpoint may have it.
+Bodies come in full duplex; an answer that is not shown to the picker counts as finished at its end.
 Protocol: https://github.com/kubernetes-sigs/gateway-api-inference-extension, proposal 004, v1.0.0.
 """
 
@@ -38,7 +35,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import REFUSED, RETRY_AFTER_S, Answer, Gate, Ticket
-from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -46,7 +42,8 @@ DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES, READ_BYTES = 16 << 20, 1 << 20
+"""Of a body that is taken, and that is read: to read a longer one would hold the other streams."""
 SLACK_BYTES = 1 << 20
 """Of a message of gRPC beyond the body, so that a body that is too long is answered with 413."""
 LOG_EVERY_S = 60.0
@@ -106,34 +103,20 @@ class _Refusal(Exception):
         )
 
 
-def _piece(body: bytes, last: bool) -> ext_proc.CommonResponse:
+def _piece(body: bytes, last: bool) -> ext_proc.BodyResponse:
     sent = ext_proc.StreamedBodyResponse(body=body, end_of_stream=last)
-    return ext_proc.CommonResponse(body_mutation=ext_proc.BodyMutation(streamed_response=sent))
-
-
-def _metadata(endpoints: str) -> Struct:
-    """The header once more, as dynamic metadata."""
-    return Struct.from_dict({NAMESPACE: {DESTINATION: endpoints}})
-
-
-def _route(endpoints: str) -> ext_proc.CommonResponse:
-    mutation = ext_proc.HeaderMutation(set_headers=[_set(DESTINATION, endpoints)])
-    return ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+    mutation = ext_proc.BodyMutation(streamed_response=sent)
+    return ext_proc.BodyResponse(response=ext_proc.CommonResponse(body_mutation=mutation))
 
 
 def _headers(endpoints: str) -> Reply:
+    """The endpoints as a header, and once more as dynamic metadata."""
+    mutation = ext_proc.HeaderMutation(set_headers=[_set(DESTINATION, endpoints)])
+    routed = ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=True)
     return Reply(
-        request_headers=ext_proc.HeadersResponse(response=_route(endpoints)),
-        dynamic_metadata=_metadata(endpoints),
+        request_headers=ext_proc.HeadersResponse(response=routed),
+        dynamic_metadata=Struct.from_dict({NAMESPACE: {DESTINATION: endpoints}}),
     )
-
-
-def _duplex(endpoints: str, body: bytes, last: bool) -> Iterator[Reply]:
-    """The headers, then the whole body in pieces; ``last`` unless trailers follow it."""
-    yield _headers(endpoints)
-    for k in range(0, max(len(body), 1), CHUNK_BYTES):
-        piece = _piece(body[k : k + CHUNK_BYTES], last and k + CHUNK_BYTES >= len(body))
-        yield Reply(request_body=ext_proc.BodyResponse(response=piece))
 
 
 class EndpointPicker:
@@ -149,17 +132,11 @@ class EndpointPicker:
 
     def __init__(self, gate: Gate, endpoints: Sequence[str]) -> None:
         self.gate, self.endpoints = gate, list(endpoints)
-        self.stopping = False
-        if len(self.endpoints) != len(gate.names) or len(set(self.endpoints)) < len(gate.names):
-            raise ValueError(
-                f"endpoints are {self.endpoints}; each of the {len(gate.names)} experts needs one "
-                "of its own"
-            )
 
     @property
     def healthy(self) -> bool:
-        """Whether requests may come: it does not end, and any server answers."""
-        return not self.stopping and self.gate.breakers.answering(self.gate.router.clock())
+        """Whether any server answers."""
+        return self.gate.breakers.answering(self.gate.router.clock())
 
     async def process(
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
@@ -187,22 +164,20 @@ class _Exchange:
         self.ticket: Ticket | None = None
         self.answer: Answer | None = None
         self.body = bytearray()
-        self.request_mode: BodyMode | None = None  # until the gateway says
-        self.response_mode = BodyMode.NONE
+        self.duplex = True  # whether the picker sends back what it is shown of the answer
         self.subset: Any = None  # of the endpoints, as the gateway names it
         self.served: Any = None  # the endpoint that has answered, where the gateway says so
         self.completion = False  # whether the answer must have tokens
         self.good = True  # the answer's status
 
-    @property
-    def duplex(self) -> bool:
-        return self.request_mode == BodyMode.FULL_DUPLEX_STREAMED
-
     def replies(self, message: ext_proc.ProcessingRequest) -> Iterator[Reply]:
         """What the gateway is told after a message."""
-        if message.protocol_config is not None:
-            self.request_mode = message.protocol_config.request_body_mode
-            self.response_mode = message.protocol_config.response_body_mode
+        modes = message.protocol_config
+        if modes is not None:
+            if modes.request_body_mode != BodyMode.FULL_DUPLEX_STREAMED:
+                why = "request_body_mode must be FULL_DUPLEX_STREAMED"
+                raise _Refusal(StatusCode.InternalServerError, why)
+            self.duplex = modes.response_body_mode == BodyMode.FULL_DUPLEX_STREAMED
         listed = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
         self.subset = self.subset if listed is None else listed
         self.served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
@@ -216,36 +191,26 @@ class _Exchange:
         if part.end_of_stream:
             # Such as a list of models: to the least load, and not counted.
             yield _headers(self._named(self._ranked(self._allowed())))
-        elif self.request_mode == BodyMode.NONE:
-            yield _headers(self._pick({}))
-        elif not self.duplex:
-            yield Reply(request_headers=ext_proc.HeadersResponse())
 
     def request_body(self, part: ext_proc.HttpBody) -> Iterator[Reply]:
         self.body += part.body
         if len(self.body) > MAX_BODY_BYTES:
             why = f"the body is longer than {MAX_BODY_BYTES} bytes"
             raise _Refusal(StatusCode.PayloadTooLarge, why)
-        # What is buffered comes at once, and ends with it or with trailers.
-        whole = self.request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
-        if self.ticket is None and (whole or part.end_of_stream):
-            chosen = self._pick(_json(self.body))
-            if self.duplex:
-                yield from _duplex(chosen, bytes(self.body), last=True)
-            else:
-                routed = ext_proc.BodyResponse(response=_route(chosen))
-                yield Reply(request_body=routed, dynamic_metadata=_metadata(chosen))
-        elif not self.duplex:
-            yield Reply(request_body=ext_proc.BodyResponse())
+        if part.end_of_stream:
+            yield from self._sent(last=True)
 
     def request_trailers(self, part: ext_proc.HttpTrailers) -> Iterator[Reply]:
-        end = Reply(request_trailers=ext_proc.TrailersResponse())
-        if self.ticket is None:
-            chosen = self._pick(_json(self.body))
-            end.dynamic_metadata = _metadata(chosen)
-            if self.duplex:
-                yield from _duplex(chosen, bytes(self.body), last=False)
-        yield end
+        yield from self._sent(last=False)
+        yield Reply(request_trailers=ext_proc.TrailersResponse())
+
+    def _sent(self, last: bool) -> Iterator[Reply]:
+        """The headers, then the whole body in pieces; ``last`` unless trailers follow it."""
+        yield _headers(self._pick(_json(self.body)))
+        for k in range(0, max(len(self.body), 1), CHUNK_BYTES):
+            end = k + CHUNK_BYTES
+            piece = _piece(bytes(self.body[k:end]), last and end >= len(self.body))
+            yield Reply(request_body=piece)
 
     def response_headers(self, part: ext_proc.HttpHeaders) -> Iterator[Reply]:
         if self.ticket is not None:
@@ -268,9 +233,8 @@ class _Exchange:
             self.answer.feed(part.body)
             if part.end_of_stream or self.answer.done:
                 self.answer.end()
-        echoed = self.response_mode == BodyMode.FULL_DUPLEX_STREAMED
-        common = _piece(part.body, part.end_of_stream) if echoed else None
-        yield Reply(response_body=ext_proc.BodyResponse(response=common))
+        piece = _piece(part.body, part.end_of_stream) if self.duplex else ext_proc.BodyResponse()
+        yield Reply(response_body=piece)
 
     def response_trailers(self, part: ext_proc.HttpTrailers) -> Iterator[Reply]:
         if self.answer is not None:
@@ -279,8 +243,7 @@ class _Exchange:
 
     def end(self) -> None:
         """The gateway has said all: it does not show this body, or not all of it."""
-        hidden = self.response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)
-        if self.ticket is not None and self.answer is not None and self.good and hidden:
+        if self.ticket is not None and self.answer is not None and self.good and not self.duplex:
             self.ticket.end("finished")
 
     def _pick(self, body: Mapping[str, Any]) -> str:
@@ -301,8 +264,6 @@ class _Exchange:
         if self.subset is None:
             return [True] * len(self.endpoints)
         listed = self.subset.split(",") if isinstance(self.subset, str) else self.subset
-        if not isinstance(listed, Sequence):
-            listed = ()
         allowed = [one in listed for one in self.endpoints]
         if not any(allowed):
             raise _Refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
@@ -315,16 +276,16 @@ class _Exchange:
         return sorted(may, key=lambda k: (not able[k], int(load[k])))
 
 
-def _json(body: bytes | bytearray) -> Mapping[str, Any]:
+def _json(body: bytearray) -> Mapping[str, Any]:
     """The body of a request; what is no JSON object is the server's to refuse.
 
-    One of very many elements would hold the other streams while it is read: only its length counts.
+    Of a long one only the length counts.
     """
-    try:
-        request = read_json(body)
-    except OverflowError:
+    if len(body) > READ_BYTES:
         return {"prompt": "." * len(body)}
-    except ValueError:
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
         return {}
     return request if isinstance(request, dict) else {}
 
@@ -379,7 +340,6 @@ def run(gate: Gate, urls: Sequence[str], host: str, port: int) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOG_EVERY_S)
             log.info("%s", json.dumps(gate.status()))
-        picker.stopping = True
         await server.stop(grace=1.0)
 
     asyncio.run(serve())

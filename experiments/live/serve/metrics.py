@@ -5,6 +5,7 @@ Names, labels and buckets are those of vLLM 0.32 (``vllm/v1/metrics``).
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class ServerMetrics:
     """
 
     def __init__(self, model: str, context: int) -> None:
-        self._labels = f'engine="0",model_name="{_escaped(model)}"'
+        self._labels = f'engine="0",model_name={json.dumps(model, ensure_ascii=False)}'
         self.ended: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.total: Counter[str] = Counter()
         steps = _steps(context)
@@ -119,7 +120,3 @@ class ServerMetrics:
         lines.append("# TYPE servegym:lag_seconds gauge")
         lines.append(f"servegym:lag_seconds {lag_s!r}")
         return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

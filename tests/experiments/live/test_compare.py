@@ -1,87 +1,54 @@
 """Real servers beside their simulation: the errors, and tiny servers from calibration to tables."""
 
-import json
-
 import pytest
 
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.live import compare
-from servegym.hardware_profiles import load
+from servegym.experiments.live.compare import Plan
+from servegym.experiments.live.fleet_file import ServerSpec
 
 
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["--loads", "fast"], "loads"),
-        (["--requests", "0"], "requests"),
-        (["no such fleet.toml"], "no such fleet"),
-    ],
-)
-def test_a_bad_plan_is_refused_before_a_server_starts(words, what, tmp_path, monkeypatch):
+def test_a_bad_fleet_is_refused_before_a_server_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, OSError), match=what):
-        compare.main(words)
-    assert not list(tmp_path.iterdir())
-
-
-FLEET = """
-[[server]]
-name = "small"
-engine = "llama.cpp"
-model = "random:1x64"
-slots = 2
-context = 128
-
-[[server]]
-name = "large"
-engine = "llama.cpp"
-model = "random:2x64"
-slots = 2
-context = 128
-"""
+    simulated = tmp_path / "fleet.toml"
+    simulated.write_text('[[server]]\nname = "a"\nengine = "simulated"\nprofile = "any"\n')
+    for fleet, what in (("nowhere.toml", "nowhere"), (str(simulated), "'a': engine")):
+        with pytest.raises((ValueError, OSError), match=what):
+            compare.main(["compare", fleet])
+    assert [one.name for one in tmp_path.iterdir()] == ["fleet.toml"]
 
 
 @pytest.mark.slow
 def test_tiny_servers_from_calibration_to_tables(tmp_path):
     pytest.importorskip("xllamacpp")
-    (tmp_path / "fleet.toml").write_text(FLEET)
-    words = [str(tmp_path / "fleet.toml"), "--policies", "least_outstanding,greedy_qos"]
-    words += ["--loads", "0.8", "--repetitions", "1", "--requests", "20", "--sweep", "3"]
-    assert compare.main([*words, "--folder", str(tmp_path)]) == 0
-    rows = read_rows(tmp_path / "tables" / "runs.csv")
+    specs = [
+        ServerSpec("small", "llama.cpp", "random:1x64", slots=2, context=128),
+        ServerSpec("large", "llama.cpp", "random:2x64", slots=2, context=128),
+    ]
+    plan = Plan(("least_outstanding", "greedy_qos"), (0.8,), 1, requests=20, sweep=3)
+    rows, rates, latency_s = compare.run(specs, plan, tmp_path)
     assert [(row["world"], row["served"] > 0) for row in rows] == [
         ("real", True),
         ("simulated", True),
     ] * 2
-    for path in (tmp_path / "raw").glob("*.json"):
-        records = json.loads(path.read_text())["records"]
-        assert len(records) == 20 and not any(r.get("error") for r in records)
-        for r in records:
-            assert r["expert"] < 0 or 0 < r["first_token_s"] <= r["finish_s"]
-    for name in ("small", "large"):
-        assert compare.capacity(load(str(tmp_path / f"{name}.json")), 2)[0] > 0
-    assert len(read_rows(tmp_path / "tables" / "qos.csv")) == 2 * 2
-    made = json.loads((tmp_path / "tables" / "qos.json").read_text())
-    assert made["command"].startswith("servegym real compare")
-    assert [one["name"] for one in made["settings"]["servers"]] == ["small", "large"]
+    assert len(rates) == 2 and min(*rates, latency_s) > 0
+    compare.write_tables(rows, tmp_path, {"command": "servegym real compare"})
+    assert [row["world"] for row in read_rows(tmp_path / "runs.csv")] == ["real", "simulated"] * 2
+    assert len(read_rows(tmp_path / "qos.csv")) == 2 * 2
 
 
 def test_errors_are_of_the_simulation_over_the_measured():
-    def row(world, policy, repetition, scale):
-        times = dict.fromkeys(compare.QUANTITIES, 2.0 * scale * (1 + repetition))
-        cell = {"world": world, "load": 0.8, "policy": policy, "repetition": repetition}
-        return {**cell, **times, "qos": 0.5 * scale}
-
-    rows = [
-        row(world, policy, repetition, scale)
-        for repetition in (0, 1)
-        for world, policy, scale in (
-            ("real", "a", 1.0),
-            ("real", "b", 0.9),
-            ("simulated", "a", 1.2),
-            ("simulated", "b", 1.08),
-        )
-    ]
+    rows = []
+    for world, policy, scale in (
+        ("real", "a", 1.0),
+        ("real", "b", 0.9),
+        ("simulated", "a", 1.2),
+        ("simulated", "b", 1.08),
+    ):
+        for repetition in (0, 1):
+            times = dict.fromkeys(compare.QUANTITIES, 2.0 * scale * (1 + repetition))
+            key = {"world": world, "load": 0.8, "policy": policy}
+            rows.append({**key, "qos": 0.5 * scale, **times})
     errors, qos = compare.error_rows(rows), compare.qos_rows(rows)
     assert [one["quantity"] for one in errors] == sorted(compare.QUANTITIES)
     assert {(one["error"], one["low"], one["absolute"]) for one in errors} == {(0.2, 0.2, 0.2)}

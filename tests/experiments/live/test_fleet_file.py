@@ -1,14 +1,6 @@
-import dataclasses
-
 import pytest
 
-from servegym.experiments.live.fleet_file import (
-    Endpoint,
-    ServerSpec,
-    read_endpoints,
-    read_fleet,
-    write_endpoints,
-)
+from servegym.experiments.live.fleet_file import ServerSpec, read_fleet
 
 GOOD = """
 [[server]]
@@ -52,7 +44,6 @@ def test_files_are_relative_to_the_fleet(tmp_path):
         ('name = "b"', 'name = "a"', "name"),
         ('name = "b"', 'name = "../b"', "name"),
         ('model = "random:8x384"', "", "model"),
-        ('"llama.cpp"', '"vllm"', "model.*folder"),
         ('profile = "h100-llama-3.1-8b"', "", "profile"),
         ("[[server]]", "[[servers]]", "servers"),
         ("slots = 4", "slots = ", "TOML"),
@@ -67,16 +58,5 @@ def test_a_bad_fleet_is_refused_by_file_and_field(tmp_path, old, new, field):
 
 @pytest.mark.parametrize(("host", "shown"), [("10.0.0.1", "10.0.0.1"), ("::1", "[::1]")])
 def test_an_address_is_a_url(host, shown):
-    spec = ServerSpec("a", "simulated", slots=3, host=host, profile="h100-llama-3.1-8b")
-    one = spec.endpoint(8001, 7, "a.log")
-    assert one.url == f"http://{shown}:8001/v1"
-    assert (one.name, one.slots, one.profile, one.pid) == ("a", 3, "h100-llama-3.1-8b", 7)
-
-
-def test_endpoints_come_back(tmp_path):
-    one = Endpoint("a", "vllm", "http://127.0.0.1:1/v1", 7, 8, 512, (0, 1), "a.log", "a.json")
-    write_endpoints(tmp_path / "e.json", [one])
-    assert read_endpoints(tmp_path / "e.json") == [one]
-    (tmp_path / "e.json").write_text(str(dataclasses.asdict(one)))
-    with pytest.raises(ValueError, match="e.json"):
-        read_endpoints(tmp_path / "e.json")
+    spec = ServerSpec("a", "simulated", host=host, profile="h100-llama-3.1-8b")
+    assert spec.url(8001) == f"http://{shown}:8001/v1"

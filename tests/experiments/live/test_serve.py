@@ -5,29 +5,19 @@ import gzip
 import json
 import re
 import signal
-import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
 
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live import launcher
-from servegym.experiments.live.fleet_file import ServerSpec, read_endpoints
+from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.serve import command
 from servegym.experiments.live.serve import server as server_module
-from servegym.experiments.live.serve.dashboard import Dashboard, listen
 from servegym.experiments.live.serve.faults import Fault, parse_fault
-from servegym.experiments.live.serve.protocol import (
-    BadRequest,
-    answer,
-    inflate,
-    read_request,
-    tokens_of,
-)
+from servegym.experiments.live.serve.protocol import BadRequest, answer, read_request, tokens_of
 from servegym.experiments.live.serve.server import SimulatedFleet, new_loop
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.host import engine_host
 
 from .streaming import completion_body, new_session, stream
 
@@ -53,30 +43,27 @@ def served(scenario, *specs, faults=(), speed=20.0, **more):
 
 
 def completions(server):
-    return f"{server.endpoint.url}/completions"
+    return f"{server.url}/completions"
 
 
 async def metrics_of(session, server):
     """Samples of ``/metrics`` by name, the label of the reason included."""
-    url = server.endpoint.url.removesuffix("/v1") + "/metrics"
+    url = server.url.removesuffix("/v1") + "/metrics"
     async with session.get(url) as response:
         text = await response.text()
-    found, line = {}, re.compile(r"(\S+?)\{(.*)\} (\S+)|(\S+) (\S+)")
+    found = {}
     for row in text.splitlines():
-        if row.startswith("#"):
-            assert row.split()[1] in ("HELP", "TYPE")
-            continue
-        match = line.fullmatch(row)
-        assert match is not None, row
-        name, labels, value, plain, other = match.groups()
-        reason = re.search(r'finished_reason="(\w+)"', labels or "")
-        found[(name or plain) + (f":{reason[1]}" if reason else "")] = float(value or other)
+        match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", row)
+        assert match is not None or row.startswith(("# HELP ", "# TYPE ")), row
+        if match is not None:
+            reason = re.search(r'finished_reason="(\w+)"', match[2] or "")
+            found[match[1] + (f":{reason[1]}" if reason else "")] = float(match[3])
     return found
 
 
-async def post(session, url, body):
+async def post(session, url, body, **headers):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with session.post(url, data=data) as response:
+    async with session.post(url, data=data, headers=headers) as response:
         return response.status, await response.json()
 
 
@@ -84,7 +71,7 @@ def test_the_openai_package_speaks_with_it():
     openai = pytest.importorskip("openai")
 
     async def scenario(_, server):
-        async with openai.AsyncOpenAI(base_url=server.endpoint.url, api_key="secret") as client:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="secret") as client:
             assert [model.id for model in (await client.models.list()).data] == ["llama"]
             ask = {"model": "llama", "max_tokens": 12, "extra_body": {"ignore_eos": True}}
             plain = await client.completions.create(prompt="Once", **ask)
@@ -122,35 +109,40 @@ def test_the_openai_package_speaks_with_it():
     assert again.choices[0].message.content == "".join(c.choices[0].delta.content for c in deltas)
 
 
-def test_a_bad_request_is_refused_in_openais_form():
+def test_a_bad_request_is_refused_in_openais_form(monkeypatch):
+    monkeypatch.setattr(server_module, "BODY_BYTES", 110_000)
+
     async def scenario(session, server):
         found = []
         for body, *_ in REFUSED:
             chat = isinstance(body, dict) and "messages" in body
             page = "/chat/completions" if chat else "/completions"
-            found.append(await post(session, server.endpoint.url + page, body))
+            found.append(await post(session, server.url + page, body))
+        packed = gzip.compress(b'{"prompt": "a", "max_tokens": 2}')
+        gzipped = {"Content-Encoding": "gzip"}
+        for body in (packed, b"SECRET" + packed, gzip.compress(bytes(9 << 20))):
+            found.append(await post(session, completions(server), body, **gzipped))
+        found.append(await post(session, server.url + "/nothing", {}))
         return found
 
-    answers = served(scenario, spec(context=100), body_bytes=110_000)
+    *answers, good, damaged, long, missing = served(scenario, spec(context=100))
     for (_, status, word), (found, body) in zip(REFUSED, answers, strict=True):
         error = body["error"]
         assert found == status and error["code"] == status and word in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
+    assert [status for status, _ in (good, damaged, long, missing)] == [200, 400, 413, 404]
 
 
 REFUSED = [
     (b"{", 400, "JSON"),
-    (b"[" * 50_000, 400, "nested"),
+    (b"[" * 50_000, 400, "JSON"),
     ([], 400, "object"),
     ({}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": [1, -1]}, 400, "prompt"),
-    ({"prompt": ["a", "b"]}, 400, "prompt"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": int("9" * 401)}, 400, "maximum context length"),
     ({"prompt": "a", "max_completion_tokens": 0}, 400, "max_completion_tokens"),
-    (b'{"prompt": "a", "max_tokens": 1e400}', 400, "max_tokens"),
-    (b'{"a": [' + b"," * 80_000 + b"]}", 400, "maximum context length"),
     ({"prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
     ({"prompt": "a", "n": 2}, 400, "n must be 1"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
@@ -158,37 +150,22 @@ REFUSED = [
     *(
         ({"prompt": "a", name: value}, 400, f"{name} must be")
         for name, values in {
-            **dict.fromkeys(("temperature", "top_p", "min_p"), ("x", -1, 3, True, [], 10**401)),
-            "priority": (1, "x"),
-            **dict.fromkeys(("presence_penalty", "frequency_penalty"), ("x", -2.5, float("nan"))),
-            "repetition_penalty": ("x", 0, float("inf")),
-            "top_p": (0,),
-            "top_k": ("5", -2, 1.5),
-            "logprobs": ("x", 0.5),
-            "top_logprobs": ("x",),
-            "stop": (5, True, {}, ["a", 5], "", ["a", ""], ["a"] * 65),
-            "stop_token_ids": (5, "a", ["a"], [True]),
+            "stop": (5, True, {}, ["a", 5], "", ["a", ""]),
             "cache_salt": (5, ""),
-            "user": (5,),
-            "logit_bias": (5, "x", []),
-            "response_format": (5, "x", [], {}, {"type": "xml"}, {"type": []}),
             "tools": ({}, "x"),
-            "tool_choice": (5, []),
-            "n": ("1", True, 1.5),
         }.items()
         for value in values
     ),
     ({"prompt": "a", "model": "b"}, 404, "does not exist"),
-    ({"prompt": "a" * 115_000}, 413, "larger"),
+    ({"prompt": "a" * 115_000}, 413, "Large"),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of text"),
     ({"messages": ["hi"]}, 400, "role"),
     ({"messages": [{"role": "boss", "content": "hi"}]}, 400, "role"),
     *(
         ({"messages": [{"role": "user", "content": content}]}, 400, "content")
-        for content in (None, 0, False, {}, [], [5], [{"type": [], "text": "a"}])
+        for content in (None, 0, {}, [], [5])
     ),
-    ({"messages": [{"role": "assistant", "content": 0}]}, 400, "content"),
 ]
 
 
@@ -197,58 +174,29 @@ def tool(name, *words):
 
 
 TALK = [{"role": "user", "content": STORY}]
-NAMED_F = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
-    ("param", "more"),
+    ("param", "value"),
     [
-        *(
-            (name, {name: value})
-            for name, value in {
-                "truncate_prompt_tokens": 16,
-                "logprobs": True,
-                "prompt_logprobs": 0,
-                "echo": True,
-                "documents": [{"text": "a"}],
-                "functions": [{"name": "f"}],
-                "function_call": "auto",
-                "chat_template": "{{ messages }}",
-                "continue_final_message": True,
-                "return_token_ids": True,
-                "include_stop_str_in_output": True,
-                "use_beam_search": True,
-                "best_of": 2,
-            }.items()
-        ),
-        ("logprobs", {"logprobs": 0}),
-        *(("tool_choice", {"tool_choice": choice}) for choice in ("required", "auto", NAMED_F)),
-        ("tool_choice", {"tool_choice": "some", "tools": [tool("f")]}),
-        ("tool_choice", {"tool_choice": NAMED_F, "tools": [tool("g")]}),
-        *(("tools", {"tools": [one]}) for one in (5, {}, {"function": {}}, {"function": "f"})),
+        *(("truncate_prompt_tokens", 16), ("logprobs", True), ("logprobs", 0), ("best_of", 2)),
+        *(("echo", True), ("documents", [{"text": "a"}]), ("chat_template", "{{ messages }}")),
     ],
 )
-def test_what_would_change_the_numbers_is_refused_by_its_field(param, more):
+def test_what_would_change_the_numbers_is_refused_by_its_field(param, value):
     with pytest.raises(BadRequest) as caught:
-        read_request({"messages": TALK, **more}, True, ["m"], 4096)
+        read_request({"messages": TALK, param: value}, True, ["m"], 4096)
     assert caught.value.param == param and caught.value.status == 400
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"content": None},
-        {},
-        {"content": [{"type": "refusal", "refusal": "no"}]},
-        {"content": None, "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
-    ],
-)
-def test_a_history_with_any_answer_is_taken(answer):
-    talk = [*TALK, {"role": "assistant", **answer}, {"role": "user", "content": "b"}]
-    bare = [*TALK, {"role": "assistant", "content": ""}, talk[-1]]
-    read, least = (read_request({"messages": one}, True, ["m"], 4096) for one in (talk, bare))
-    has_text = bool(answer.get("content") or answer.get("tool_calls"))
-    assert (len(read.prompt) > len(least.prompt)) == has_text
+def test_a_history_with_any_answer_is_taken():
+    def tokens(**answer):
+        talk = [*TALK, {"role": "assistant", **answer}, {"role": "user", "content": "b"}]
+        return len(read_request({"messages": talk}, True, ["m"], 4096).prompt)
+
+    assert tokens() == tokens(content=None) == tokens(content="")
+    assert tokens(content=[{"type": "refusal", "refusal": "no"}]) > tokens()
+    assert tokens(content=None, tool_calls=[{"id": "a", "function": {"name": "f"}}]) > tokens()
 
 
 def test_tools_stand_in_the_prompt_before_the_talk():
@@ -258,7 +206,7 @@ def test_tools_stand_in_the_prompt_before_the_talk():
         found = []
         for tools in (None, [a], [a], [b]):
             body = {"messages": TALK, "max_tokens": 2, "tools": tools}
-            _, told = await post(session, f"{server.endpoint.url}/chat/completions", body)
+            _, told = await post(session, f"{server.url}/chat/completions", body)
             usage = told["usage"]
             found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
         return found
@@ -268,14 +216,9 @@ def test_tools_stand_in_the_prompt_before_the_talk():
     assert none == first == 0 and second == (long - 1) // 16 * 16
     assert 32 <= shared <= 80  # up to the block before the tools differ
     system = [{"role": "system", "content": "Be brief."}]
-    asks = [{"messages": system + TALK, "tools": tools} for tools in ([a], [b])]
-    one, two = (read_request(ask, True, ["m"], 4096).prompt for ask in asks)
+    body = {"messages": system + TALK, "tools": [a]}
     start = tokens_of("Be brief.")
-    assert (
-        list(one[1 : 1 + len(start)]) == start and one[: len(start) + 50] == two[: len(start) + 50]
-    )
-    less = read_request({"messages": TALK, "add_generation_prompt": False}, True, ["m"], 4096)
-    assert len(less.prompt) == plain - 1
+    assert list(read_request(body, True, ["m"], 4096).prompt[1 : 1 + len(start)]) == start
 
 
 def test_a_text_that_stops_an_answer_cuts_it():
@@ -300,90 +243,13 @@ def test_a_stream_counts_its_tokens_where_that_is_asked_for():
     body = {"messages": TALK, "max_tokens": 5, "ignore_eos": True, "stream": True}
 
     async def scenario(session, server):
-        url = f"{server.endpoint.url}/chat/completions"
+        url = f"{server.url}/chat/completions"
         async with session.post(url, json={**body, "stream_options": options}) as response:
             return (await response.text()).split("\n\n")
 
     events = [json.loads(line[6:]) for line in served(scenario)[:-2]]
     assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 4, 5, 5]
     assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
-
-
-def deflate(data, bits):
-    stream = zlib.compressobj(wbits=bits)
-    return stream.compress(data) + stream.flush()
-
-
-@pytest.mark.parametrize(("encoding", "bits"), [("gzip", 31), ("deflate", 15), ("deflate", -15)])
-def test_no_more_of_a_body_is_inflated_than_it_may_have(encoding, bits):
-    good, bomb = deflate(b"a" * 1000, bits), deflate(bytes(64 << 20), bits)
-    assert inflate(good, encoding, 1000) == b"a" * 1000
-    cases = (good, 999, 413), (bomb, 1000, 413), (good[:-1], 1000, 400), (b"", 1000, 400)
-    for data, most, status in (*cases, (good + good, 1000, 400), (b"\x08" + good, 1000, 400)):
-        tracemalloc.start()
-        with pytest.raises(BadRequest) as caught:
-            inflate(data, encoding, most)
-        assert caught.value.status == status
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-        tracemalloc.stop()
-
-
-SECRET = b"SECRET"
-GZIP = gzip.compress(b'{"prompt": "a", "max_tokens": 2}')
-
-
-def request(body, *headers, line=b"POST /v1/completions"):
-    lines = [line + b" HTTP/1.1", b"Host: x", b"Authorization: Bearer SECRET", *headers]
-    return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
-
-
-WIRE = {
-    "long header": (request(b"", b"X-Key: " + 1400 * SECRET), 431),
-    "long line": (request(b"", line=b"GET /" + 1400 * SECRET), 431),
-    "many headers": (request(b"", *(b"X-%d: SECRET" % k for k in range(300))), 400),
-    "no header": (request(b"", b"Authorization Bearer SECRET"), 400),
-    "no chunk": (request(b"", b"Transfer-Encoding: chunked") + b"SECRET\r\n", 400),
-    "no page": (request(b"", line=b"GET /SECRET"), 404),
-    "no such method": (request(b"", line=b"GET /v1/completions"), 405),
-    "expectation": (request(b"{}", b"Expect: SECRET"), 417),
-    "gzip": (request(GZIP, b"Content-Encoding: gzip"), 200),
-    "brotli": (request(b"x", b"Content-Encoding: br"), 415),
-    "no gzip": (request(SECRET + GZIP, b"Content-Encoding: gzip"), 400),
-    "corrupt deflate": (request(SECRET, b"Content-Encoding: deflate"), 400),
-    "long gzip": (request(gzip.compress(bytes(9 << 20)), b"Content-Encoding: gzip"), 413),
-}
-
-
-def test_every_answer_has_openais_form_and_nothing_of_the_request(caplog):
-    async def answer(port, data):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(data)
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])
-        body = await reader.readexactly(length)
-        writer.close()
-        return head, body
-
-    async def run():
-        fleet = SimulatedFleet([spec()], speed=20.0)
-        async with fleet:
-            page = Dashboard(fleet)
-            address = await page.start(listen("127.0.0.1", 0))
-            port = int(address.rstrip("/").rpartition(":")[2])
-            found = {name: await answer(fleet.servers[0].port, d) for name, (d, _) in WIRE.items()}
-            for name in ("long header", "no page", "expectation"):
-                assert SECRET not in b"".join(await answer(port, WIRE[name][0]))
-            await page.stop()
-        return found
-
-    for name, (head, body) in asyncio.run(run()).items():
-        status = WIRE[name][1]
-        assert int(head.split()[1]) == status, name
-        assert b"content-type: application/json" in head.lower() and SECRET not in head + body
-        if status != 200:
-            error = json.loads(body)["error"]
-            assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
-    assert "SECRET" not in caplog.text
 
 
 def test_requests_of_another_salt_share_no_block():
@@ -415,21 +281,25 @@ def test_requests_take_the_times_of_the_engine():
     """What a server does with requests is what the engine does with the same arrivals."""
 
     async def scenario(session, server):
-        rng, taken, asks = np.random.default_rng(1), [], []
-        submit = server.engine.submit
+        rng, taken, ended, asks = np.random.default_rng(1), [], [], []
+        submit, end = server.engine.submit, server._end
 
         def spy(now, prompt, output, salt):
             taken.append((now, prompt, output))
             return submit(now, prompt, output, salt)
 
-        server.engine.submit = spy
+        def spy_end(one, reason):
+            end(one, reason)
+            ended.append(one)
+
+        server.engine.submit, server._end = spy, spy_end
         for _ in range(40):
             words = STORY[: int(rng.integers(20, 600))]
             body = completion_body("llama", words, int(rng.integers(2, 40)))
             asks.append(asyncio.create_task(stream(session, completions(server), body)))
             await asyncio.sleep(float(rng.exponential(0.004)))
         replies = await asyncio.gather(*asks)
-        return replies, taken, list(server.recent), await metrics_of(session, server)
+        return replies, taken, ended, await metrics_of(session, server)
 
     replies, taken, kept, counted = served(scenario, spec(slots=8), speed=10.0)
     assert not [reply.error for reply in replies if reply.error]
@@ -459,25 +329,18 @@ def test_requests_take_the_times_of_the_engine():
     assert counted["vllm:request_success_total:length"] == 40
     assert counted["vllm:time_to_first_token_seconds_count"] == 40
     # In seconds of the wall, of which there are a tenth.
-    last, first = (
-        {at: some[-1] for at, some in times.items()},
-        {at: some[0] for at, some in times.items()},
+    sums = dict.fromkeys(
+        ("e2e_request_latency", "time_to_first_token", "request_queue_time", "inter_token_latency"),
+        0.0,
     )
-    gaps = [gap for some in times.values() for gap in np.diff(some)]
-    for name, values in {
-        "e2e_request_latency": [last[at] - at for at in times],
-        "time_to_first_token": [first[at] - at for at in times],
-        "request_queue_time": [admitted[at] - at for at in times],
-        "request_inference_time": [last[at] - admitted[at] for at in times],
-        "request_prefill_time": [first[at] - admitted[at] for at in times],
-        "request_decode_time": [last[at] - first[at] for at in times],
-        "request_time_per_output_token": [np.diff(some).mean() for some in times.values()],
-        "inter_token_latency": gaps,
-        "time_per_output_token": gaps,
-    }.items():
-        assert counted[f"vllm:{name}_seconds_sum"] == pytest.approx(sum(values) / 10.0), name
-        assert counted[f"vllm:{name}_seconds_count"] == len(values), name
-    assert sum(admitted[at] - at for at in times) > 0.0  # some have waited
+    for one in kept:
+        sums["e2e_request_latency"] += one.last_s - one.arrived_s
+        sums["time_to_first_token"] += one.first_s - one.arrived_s
+        sums["request_queue_time"] += admitted[one.arrived_s] - one.arrived_s
+        sums["inter_token_latency"] += one.last_s - one.first_s
+    for name, total in sums.items():
+        assert counted[f"vllm:{name}_seconds_sum"] == pytest.approx(total / 10.0), name
+    assert sums["request_queue_time"] > 0.0  # some have waited
     assert counted["vllm:num_requests_running"] == counted["vllm:kv_cache_usage_perc"] == 0.0
 
 
@@ -539,14 +402,14 @@ def test_a_crash_breaks_connections_and_loses_the_cache():
         task = await begun(session, server, 3900)
         await server.fail(Fault("crash", start_s=server.now))
         reply = await task
-        refused = not await asyncio.to_thread(launcher.healthy, server.endpoint)
+        refused = not await asyncio.to_thread(launcher.healthy, server.url)
         await server.fail(Fault("refuse", start_s=0.0, end_s=server.now + 0.01))  # then it listens
         again = await stream(session, completions(server), completion_body("llama", STORY, 2))
-        return reply, refused, again, server.recent[-1].hit, await metrics_of(session, server)
+        return reply, refused, again, await metrics_of(session, server)
 
-    reply, refused, again, hit, counted = served(scenario, speed=1.0)
+    reply, refused, again, counted = served(scenario, speed=1.0)
     assert reply.error and 0 < reply.tokens < 3900 and refused
-    assert again.error == "" and hit == 0
+    assert again.error == "" and again.usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert counted["vllm:request_success_total:error"] == 1
 
 
@@ -577,65 +440,6 @@ def test_a_failure_is_read_or_refused():
     )
 
 
-def test_headers_that_do_not_come_end_the_connection(monkeypatch):
-    monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
-
-    async def scenario(session, server):
-        task = await begun(session, server, 300)  # a request that is under way stays
-        monkeypatch.setattr(server_module, "HEADERS_S", 0.1)
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost:")
-        assert await reader.read() == b""
-        writer.close()
-        return await task
-
-    assert served(scenario, speed=1.0).error == ""
-
-
-def test_nothing_of_a_request_is_logged(monkeypatch, caplog):
-    def fails(*_):
-        raise RuntimeError("SECRET")
-
-    async def scenario(session, server):
-        await post(session, completions(server), b'{"SECRET"')
-        monkeypatch.setattr(server_module, "read_request", fails)
-        async with session.post(completions(server), data=b"{}") as response:
-            return response.status, await response.text()
-
-    status, text = served(scenario)
-    assert status == 500 and "SECRET" not in text
-    assert "SECRET" not in caplog.text
-    assert "a request failed: RuntimeError at" in caplog.text
-
-
-def test_the_page_shows_servers_and_requests():
-    async def run():
-        fleet = SimulatedFleet([spec("a"), spec("b")], speed=20.0)
-        async with fleet, new_session() as session:
-            page = Dashboard(fleet)
-            address = await page.start(listen("127.0.0.1", 0))
-            body = completion_body("llama", STORY, 5)
-            for _ in range(2):
-                await stream(session, completions(fleet.servers[1]), body)
-            async with session.get(address) as response:
-                html = await response.text()
-            async with session.get(f"{address}events") as response:
-                event = json.loads((await response.content.readline())[5:])
-            await page.stop()
-            return html, event
-
-    html, event = asyncio.run(run())
-    assert "EventSource" in html and "http://" not in html and "https://" not in html
-    assert [one["total"] for one in event["servers"]] == [0, 2]
-    assert event["fleet"]["total"] == 2 and event["fleet"]["slots"] == 128
-    for name in ("ttft_s", "tpot_s"):  # median, 95th and 99th percentile
-        low, *high = event["fleet"][name]
-        assert event["servers"][1][name] == [low, *high] and high[0] == high[1] > 0.0
-        assert event["servers"][0][name] == [None] * 3
-    assert [one["server"] for one in event["requests"]] == ["b", "b"]
-    assert event["requests"][0]["hit"] > 0 and event["requests"][0]["met"]
-
-
 def test_a_bad_command_is_refused_before_anything_listens(monkeypatch):
     model = ["--card", "h100", "--model", "llama-3.1-8b"]
     for words, word in (
@@ -644,36 +448,29 @@ def test_a_bad_command_is_refused_before_anything_listens(monkeypatch):
         ([*model, "--replicas", "0"], "replicas"),
         ([*model, "--context", "9999999"], "context"),
         ([*model, "--batched-tokens", "9"], "batched_tokens"),
-        ([*model, "--slo-ttft", "-1", "--dashboard"], "slo"),
-        ([*model, "--dashboard", "65536"], "dashboard: port 65536"),
-        ([*model, "--dashboard", "8090", "--host", "203.0.113.1"], "dashboard: port 8090"),
-        ([*model, "--endpoints", "/nowhere/at/all"], "--endpoints /nowhere/at/all: no folder"),
-        ([*model, "--endpoints", "/"], "--endpoints /: "),
     ):
         monkeypatch.setattr(SimulatedFleet, "__aenter__", None)  # nothing is started
         with pytest.raises(ValueError, match=word):
             command.main(words)
 
 
-def test_the_file_of_endpoints_is_there_while_servers_are(tmp_path):
-    path = tmp_path / "endpoints.json"
-    path.write_text("of another time")
-    words = ["--profile", PROFILE, "--model", "llama", "--name", "a", "--endpoints", str(path)]
+def test_the_command_serves_until_a_signal(tmp_path, capsys):
+    words = ["--profile", PROFILE, "--model", "llama"]
     options = command._parser().parse_args(words)
 
     async def run():
         task = asyncio.create_task(command._serve(options, command._specs(options, tmp_path)))
-        await asyncio.sleep(0)
-        assert not path.exists()
-        while not path.exists():
+        shown = ""
+        while not shown:
             await asyncio.sleep(0.01)
-        (one,) = read_endpoints(path)
-        assert await asyncio.to_thread(launcher.healthy, one)
+            shown = capsys.readouterr().out
+        name, model, url = shown.split()
+        assert (name, model) == ("server-0", "llama")
+        assert await asyncio.to_thread(launcher.healthy, url)
         signal.raise_signal(signal.SIGTERM)
         await task
 
     asyncio.run(run())
-    assert not path.exists()
 
 
 def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):
@@ -690,27 +487,17 @@ def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):
         command.main([str(path)])
 
 
-def test_real_up_starts_simulated_servers_too(tmp_path):
+def test_a_server_has_the_cache_and_the_names_of_its_description():
     shared = {"options": {"kv_tokens": 8192, "block_size": 32}, "context": 4096}
-    with launcher.Fleet([spec("a", **shared)], tmp_path) as fleet:
 
-        async def ask():
-            async with new_session() as session:
-                (one,) = fleet.endpoints
-                # By the server's name, as routers of a fleet ask; its model's works as well.
-                body = completion_body(one.name, STORY, 3)
-                reply = await stream(session, f"{one.url}/completions", body)
-                async with session.get(one.url.removesuffix("v1") + "metrics") as response:
-                    return reply, await response.text()
+    async def scenario(session, server):
+        # By the server's name, as routers of a fleet ask; its model's works as well.
+        body = completion_body(server.spec.name, STORY, 3)
+        reply = await stream(session, completions(server), body)
+        async with session.get(server.url.removesuffix("v1") + "metrics") as response:
+            return reply, await response.text()
 
-        reply, metrics = asyncio.run(ask())
+    reply, metrics = served(scenario, spec("a", **shared))
     assert reply.error == "" and reply.tokens == 3
     assert 'block_size="32",num_gpu_blocks="256"' in metrics
     assert 'model_name="llama"' in metrics
-
-
-@pytest.mark.parametrize("named", [["--card", "h100"], ["--profile", "h100-llama-3.1-8b"]])
-def test_servers_of_a_told_engine(named, tmp_path):
-    words = [*named, "--model", "llama-3.1-8b", "--engine", "vllm@0.11"]
-    (spec,) = command._specs(command._parser().parse_args(words), tmp_path)
-    assert load(spec.profile).host == engine_host("vLLM", "0.11")

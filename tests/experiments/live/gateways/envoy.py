@@ -26,10 +26,12 @@ from servegym.experiments.live.gateways.endpoint_picker import (
     SUBSET,
 )
 
+DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+
 
 @dataclass
 class Picked:
-    """What the picker has answered; in full duplex the body is the request's, sent back."""
+    """What the picker has answered; the body is the request's, sent back."""
 
     endpoints: list[str] = field(default_factory=list)
     status: int = 200
@@ -52,13 +54,8 @@ def _metadata(space: str, key: str, value: Any) -> Metadata | None:
 class Exchange:
     """One request of a client at the gateway, a stream of gRPC."""
 
-    def __init__(
-        self,
-        channel: Any,
-        mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED,
-        path: str = "/v1/chat/completions",
-    ) -> None:
-        self.mode, self.path = mode, path
+    def __init__(self, channel: Any, answers: BodyMode = DUPLEX, requests: BodyMode = DUPLEX):
+        self.modes = {"request_body_mode": requests, "response_body_mode": answers}
         self.call = channel.stream_stream(
             f"/{SERVICE}/Process",
             request_serializer=bytes,
@@ -77,28 +74,22 @@ class Exchange:
         self, body: bytes, *, subset: Any = None, trailers: bool = False, pieces: int = 1
     ) -> Picked:
         """Send headers and body of a request and take what the picker says until its end."""
-        duplex = self.mode == BodyMode.FULL_DUPLEX_STREAMED
-        headers = _map({":method": "POST", ":path": self.path, "content-type": "application/json"})
+        headers = _map({":path": "/v1/chat/completions", "content-type": "application/json"})
         headers.end_of_stream = not body
-        picked = Picked()
-        protocol = ProtocolConfiguration(request_body_mode=self.mode, response_body_mode=self.mode)
         await self.say(
             request_headers=headers,
-            protocol_config=protocol,
+            protocol_config=ProtocolConfiguration(**self.modes),
             metadata_context=_metadata(SUBSET, f"{DESTINATION}-subset", subset),
         )
-        if not body or not duplex:
-            ended = self._take(picked, await self.call.read())
-            if ended or not body or self.mode == BodyMode.NONE:
-                return picked
-        size = -(-len(body) // pieces)
+        size = -(-len(body) // pieces) or 1
         for k in range(0, len(body), size):
             last = k + size >= len(body) and not trailers
             await self.say(request_body=HttpBody(body=body[k : k + size], end_of_stream=last))
         if trailers:
             await self.say(request_trailers=HttpTrailers())
+        picked = Picked()
         while not self._take(picked, await self.call.read()):
-            if picked.endpoints and (not duplex or len(picked.body) >= len(body)) and not trailers:
+            if picked.endpoints and len(picked.body) >= len(body) and not trailers:
                 break
         return picked
 

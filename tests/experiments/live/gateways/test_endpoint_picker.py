@@ -28,8 +28,6 @@ from .envoy import BodyMode, Exchange  # noqa: E402
 ENDPOINTS = [f"10.0.0.{k}:8000" for k in range(1, 7)]
 BODY = json.dumps({"model": "llm", "prompt": "hello there", "max_tokens": 5}).encode()
 TOKEN = b'data: {"choices": [{"delta": {"content": "w"}}]}\n\n'
-MULTILINE = b'\xef\xbb\xbf: hello\r\nevent\r\ndata: {"choices":\r\n'
-MULTILINE += b'data:[{"delta": {"content": "w"}}]}\r\n\r\n'
 LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"choices": [{"text": "w"}]}'
@@ -63,25 +61,17 @@ async def until(gate, wanted):
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("mode", "trailers"),
-    [
-        ("FULL_DUPLEX_STREAMED", False),
-        ("FULL_DUPLEX_STREAMED", True),
-        ("BUFFERED", True),
-        ("STREAMED", False),
-    ],
-)
+@pytest.mark.parametrize("trailers", [False, True])
+@pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "STREAMED"])
 def test_one_request_from_its_headers_to_its_end(mode, trailers):
+    """``mode`` is that of the answer's body."""
+
     async def scenario(gate, channel):
         exchange = Exchange(channel, BodyMode[mode])
-        asked = trailers and mode == "FULL_DUPLEX_STREAMED"
-        picked = await exchange.ask(BODY, trailers=asked, pieces=3 if "STREAM" in mode else 1)
-        assert picked.endpoints == ENDPOINTS
+        picked = await exchange.ask(BODY, trailers=trailers, pieces=3)
+        assert picked.endpoints == ENDPOINTS and picked.body == BODY
         listed = ",".join(ENDPOINTS)
         assert picked.metadata == {"envoy.lb": {"x-gateway-destination-endpoint": listed}}
-        if mode == "FULL_DUPLEX_STREAMED":
-            assert picked.body == BODY
         assert gate.router.load().tolist() == [1, 0, 0, 0, 0, 0]
         await exchange.status()
         for part in (TOKEN[:9], TOKEN[9:] + TOKEN, TOKEN + LAST):
@@ -102,10 +92,11 @@ def test_one_request_from_its_headers_to_its_end(mode, trailers):
 
 def test_bodies_that_are_long_without_end_hidden_or_missing(monkeypatch):
     monkeypatch.setattr(endpoint_picker, "MAX_BODY_BYTES", 300_000)
+    monkeypatch.setattr(endpoint_picker, "READ_BYTES", 100_000)
 
     async def scenario(gate, channel):
-        exchange = Exchange(channel, BodyMode.NONE)  # the gateway does not show bodies
-        assert (await exchange.ask(b"{}")).endpoints == ENDPOINTS
+        exchange = Exchange(channel, BodyMode.NONE)  # the gateway does not show answers
+        assert (await exchange.ask(BODY)).endpoints == ENDPOINTS
         await exchange.status()
         await exchange.close()
         await until(gate, (1, 0, 0))
@@ -113,6 +104,8 @@ def test_bodies_that_are_long_without_end_hidden_or_missing(monkeypatch):
         exchange = Exchange(channel)
         assert (await exchange.ask(body, pieces=4)).body == body  # in pieces that Envoy takes
         assert (await Exchange(channel).ask(2 * body, pieces=2)).status == 413
+        buffered = Exchange(channel, requests=BodyMode.BUFFERED)
+        assert b"must be FULL_DUPLEX_STREAMED" in (await buffered.ask(b"")).body
         # Such as a list of models: to the least load, and not counted.
         assert (await Exchange(channel).ask(b"")).endpoints[0] == ENDPOINTS[1]
         assert gate.router.counters.decisions == 2
@@ -138,7 +131,7 @@ def test_only_endpoints_of_the_subset_are_chosen():
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints == subset[::-1]
         listed = ",".join(subset)
         assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
-        for nothing in ([], ["10.9.9.9:1"], 7.0):
+        for nothing in ([], ["10.9.9.9:1"]):
             assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
         for _ in range(4):  # it is left alone for a while
             gate.enter({}, allowed=[k == 2 for k in range(6)]).end("failed")
@@ -184,27 +177,23 @@ def test_failures_of_servers_and_clients_that_leave():
 
 
 JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
+EMPTY = b'{"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}'
 
 
 @pytest.mark.parametrize(
     ("status", "kind", "parts", "blamed"),
     [
-        *((status, JSON, [b"{}"], True) for status in (302, 500)),
-        *((status, JSON, [b"{}"], False) for status in (400, 429)),
+        (302, JSON, [b"{}"], True),
+        (500, JSON, [b"{}"], True),
+        (429, JSON, [b"{}"], False),
         (200, JSON, [], True),
         (200, JSON, [b'{"choices": []}'], True),
         (200, JSON, [WHOLE[:9], WHOLE[9:]], None),
+        (200, JSON, [EMPTY], None),
         (200, "text/html", [b"<html>log in</html>"], True),
         (200, EVENTS, [DONE], True),
         (200, EVENTS, [LAST, DONE], None),  # empty and regular
-        (
-            200,
-            JSON,
-            [b'{"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}'],
-            None,
-        ),
         (200, EVENTS, [TOKEN], True),
-        (200, EVENTS, [MULTILINE, LAST.replace(b"\n", b"\r"), DONE.replace(b": ", b":")], None),
         (200, EVENTS, [TOKEN, b'data: {"error": {"message": "no"}}\n\n', DONE], True),
     ],
 )
@@ -271,19 +260,10 @@ def test_health_and_addresses():
         with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 cannot be used"):
             await start(EndpointPicker(gate, ENDPOINTS), "127.0.0.1", port)
         await other.stop(None)
-        for wrong in (ENDPOINTS[:2], ENDPOINTS[:1] * 6):
-            with pytest.raises(ValueError, match="6 experts"):
-                EndpointPicker(gate, wrong)
 
     picking(scenario)
     assert address("http://127.0.0.1:8001/v1") == "127.0.0.1:8001"
     assert address("http://[::1]:8001/v1") == "[::1]:8001"
-    for wrong, why in (
-        ("nothing", "such as http"),
-        ("http://[fd00::1]:8000@2/v1", "without a user or rank"),
-        ("http://me:secret@127.0.0.1:8000/v1", "without a user or rank"),
-        ("http://127.0.0.1:99999/v1", "0-65535"),
-        ("http://[::1:8000/v1", "Invalid IPv6"),
-    ):
-        with pytest.raises(ValueError, match=f"url is '{re.escape(wrong)}'.*{why}"):
+    for wrong in ("nothing", "http://me:secret@127.0.0.1:8000/v1"):
+        with pytest.raises(ValueError, match=f"url is '{re.escape(wrong)}'"):
             address(wrong)

@@ -6,7 +6,6 @@ import functools
 import importlib
 import sys
 import time
-import tracemalloc
 import types
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from servegym.baselines.registry import from_callable
-from servegym.experiments.live.fleet_file import Endpoint, write_endpoints
+from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways import command
 from servegym.experiments.live.gateways import gate as gate_module
@@ -49,11 +48,7 @@ def test_prompt_tokens_of_a_body():
         ({"prompt": ["eight by", "four"]}, 3),
         ({"prompt": "ß" * 40}, 20),
         ({"input": [5, 6, 7]}, 3),
-        ({"input": [{"content": [{"type": "input_text", "text": "eight by"}]}]}, 2),
-        ({"instructions": "eight by", "input": "four"}, 3),
-        ({**CHAT, "system": [{"type": "text", "text": "eight by"}]}, 5),
         ({"messages": [{"content": None, "tool_calls": [CALL]}]}, 3),
-        ({"messages": [{"content": [{"type": "tool_result", "content": "eight by"}]}]}, 2),
         ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x" * 99}}]}]}, 1),
         ({"messages": [{"content": None}]}, 1),
         ({}, 1),
@@ -132,59 +127,6 @@ def test_only_a_regular_answer_closes_a_breaker(how):
     assert not gate.breakers.opened[0] and gate.enter(CHAT).expert == 0
 
 
-def test_failures_that_are_few_or_those_of_all_servers_stop_nothing():
-    gate = gate_with()
-    for k in range(300):
-        ticket = gate.enter(CHAT)
-        assert ticket.expert == 0
-        ticket.end("failed" if k % 10 == 9 else "finished")
-    rng, gate = np.random.default_rng(0), gate_with()
-    for k in range(1200):  # a client whose requests break every server
-        end_all(gate, "failed" if rng.uniform() < 0.4 else "finished", 1, k % 6)
-        assert not gate.breakers.opened.any()
-    end_all(gate, "failed", 40, 2)  # a server that does worse than that
-    assert gate.breakers.opened.tolist() == only(2)
-
-
-@pytest.mark.parametrize("how", [401, 429, "empty"])
-def test_what_a_client_gets_everywhere_closes_no_server(how):
-    """Alone, and between requests that are answered; one after the other or all at once."""
-    gate = gate_with()
-    end_all(gate, how, 120)
-    assert (gate.routed == 20).all()  # nobody is known to do better than another
-    assert not gate.breakers.opened.any() and gate.breakers.answering(gate.router.clock())
-    rng, gate = np.random.default_rng(0), gate_with()
-    for _ in range(600):
-        end_all(gate, how if rng.uniform() < 0.67 else "finished", 1, rng.integers(6))
-        assert not gate.breakers.opened.any()
-    burst = [gate.enter(CHAT, allowed=only(0)) for _ in range(60)]
-    for ticket in burst:
-        ticket.refused(how) if isinstance(how, int) else ticket.end(how)
-    for k in range(60):
-        end_all(gate, "finished", 1, 1 + k % 5)
-    assert not gate.breakers.opened.any() and chosen(gate) == 0
-    assert gate.status()["server_failures"] == 0
-
-
-@pytest.mark.parametrize("how", [401, "empty", None])
-@pytest.mark.parametrize("share", [0.0, 0.67])
-def test_a_server_that_answers_nobody_is_found_beside_such_a_client(how, share):
-    """``None`` never answers, and no client gives up; the policy prefers that server."""
-    now, rng, sent = [0.0], np.random.default_rng(0), []
-    gate = gate_with(now=now)
-    for _ in range(240):
-        now[0] += 0.05
-        ticket = gate.enter(CHAT)
-        sent.append(ticket.expert)
-        if ticket.expert == 0 and how is None:
-            continue
-        wrong = ticket.expert == 0 or rng.uniform() < share
-        end = 404 if wrong and how is None else how if wrong else "finished"
-        ticket.refused(end) if isinstance(end, int) else ticket.end(end)
-    assert sent[:8] == [0] * 8
-    assert sent[120:].count(0) <= 6 and not gate.breakers.opened[1:].any()
-
-
 def test_a_server_may_be_slower_than_the_others_but_not_silent():
     """Others answer at once, this one after 5 s, and after a pause not at all."""
     now = [0.0]
@@ -208,67 +150,6 @@ def test_a_server_may_be_slower_than_the_others_but_not_silent():
         for ticket in (*tickets, gate.enter(CHAT, allowed=only(0))):
             ticket.end("finished")
         assert not gate.breakers.opened[0]
-
-
-def played(bad, client=None, until=(5.0, 25.0), seconds=40.0):
-    """The server of each request by its time, and when the breakers of the others are open.
-
-    Six servers at 40 requests/s, of which every third is of a client with its own end. The first
-    ends with ``bad(k)`` in the time ``until``, None is a good answer of 200 tokens after 200 ms.
-    """
-    now, sent, wrong, pending = [0.0], [], 0, []
-    gate = gate_with("least_outstanding", now)
-    random = np.random.default_rng(0)
-
-    def tell(ticket, how):
-        if how == "moved":
-            ticket.moved(3)
-        if how is None or how in ("short", "begun"):
-            ticket.token(1 if how else 200)
-        how = "broken" if how == "begun" else "finished" if how in (None, "short", "moved") else how
-        ticket.refused(how) if isinstance(how, int) else ticket.end(how)
-
-    for k in range(round(40 * seconds)):
-        now[0] = k / 40
-        while pending and pending[0][0] <= now[0]:
-            tell(pending.pop(0)[1], None)
-        ticket = gate.enter(CHAT, allowed=random.permutation(6) < 3)
-        sent.append((now[0], ticket.expert))
-        wrong += gate.breakers.opened[1:].any()
-        is_bad = ticket.expert == 0 and until[0] <= now[0] < until[1]
-        end = bad(int(gate.routed[0])) if is_bad else None
-        end = client if end is None and client is not None and random.uniform() < 1 / 3 else end
-        if end is None:
-            pending.append((now[0] + 0.2, ticket))
-        else:
-            tell(ticket, end)
-    return sent, wrong / len(sent)
-
-
-BAD = {
-    "one token": lambda k: "short",
-    "401 to half": lambda k: (401, None)[k % 2],
-    "500 to a fifth": lambda k: None if k % 5 else 500,
-    "429": lambda k: 429,
-    "breaks after a token": lambda k: "begun",
-    "breaks": lambda k: "broken",
-    "moved elsewhere": lambda k: "moved",
-}
-
-
-MOST = {"401 to half": 0.1, "500 to a fifth": 0.12}
-
-
-@pytest.mark.parametrize(
-    ("kind", "client"), [*((kind, None) for kind in BAD), ("500 to a fifth", "begun")]
-)
-def test_a_server_that_does_worse_gets_few_requests_and_is_back_in_six_seconds(kind, client):
-    sent, wrong = played(BAD[kind], client)
-    share = np.mean([expert == 0 for when, expert in sent if 7.0 <= when < 25.0])
-    assert share < MOST.get(kind, 0.05)
-    back = np.mean([expert == 0 for when, expert in sent if when >= 31.0])
-    assert back == pytest.approx(1 / 6, abs=0.07)
-    assert wrong < 0.01
 
 
 def test_a_client_that_leaves_is_no_failure_and_the_last_expert_is_tried_though_it_failed():
@@ -299,7 +180,7 @@ def test_silent_requests_are_given_up_and_others_are_not(monkeypatch):
     assert gate.status()["in_flight"] == 0
 
 
-def test_predictions_are_used_and_bad_ones_counted(caplog):
+def test_predictions_are_used_and_bad_ones_counted():
     seen = []
 
     def note(observation, mask):
@@ -318,16 +199,17 @@ def test_predictions_are_used_and_bad_ones_counted(caplog):
     gate.enter({**CHAT, "metadata": "text"})
     assert gate.status()["prediction_errors"] == 3
     assert "prediction" in gate.status()["last_error"]
-    for error in (ZeroDivisionError("why"), SystemExit("why")):
 
-        def fails(body, error=error):
-            raise error
 
-        gate = gate_with(note, predict=fails)
-        assert gate.enter(CHAT).expert == 0
-        assert gate.status()["prediction_errors"] == 1
-        assert gate.status()["last_error"] == f"prediction: {type(error).__name__}: why"
-        assert caplog.text.count(f"{type(error).__name__}: why") == 1
+def test_no_error_of_a_prediction_ends_the_gateway(caplog):
+    def fails(body):
+        raise SystemExit("why")
+
+    gate = gate_with(predict=fails)
+    assert gate.enter(CHAT).expert == 0
+    assert gate.status()["prediction_errors"] == 1
+    assert gate.status()["last_error"] == "prediction: SystemExit: why"
+    assert caplog.text.count("SystemExit: why") == 1
 
 
 @pytest.mark.parametrize(
@@ -348,22 +230,6 @@ def test_numbers_and_nesting_of_a_body_are_bounded(more):
     ticket.token(10**401)
     assert gate.enter(CHAT).expert == 0
     assert gate.router.counters.fallbacks == 0
-
-
-def test_an_answer_of_one_long_line_is_read_once_and_not_kept():
-    gate = gate_with()
-    ticket = gate.enter(CHAT)
-    answer = Answer(ticket, "text/event-stream")
-    tracemalloc.start()
-    for _ in range(900):
-        answer.feed(b"x" * 10_000)
-    assert tracemalloc.get_traced_memory()[1] < 4 * gate_module.MAX_ANSWER_BYTES
-    tracemalloc.stop()
-    answer.feed(b"\ndata: " + TOKEN[:9])
-    answer.feed(TOKEN[9:] + b"\r\n\r\ndata: [DONE]\r\n\r\n")
-    assert (ticket.tokens, answer.done) == (1, True)
-    answer.end()
-    assert gate.router.counters.finished == 1
 
 
 def answered(data, **more):
@@ -387,6 +253,7 @@ EVENT = 'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": null}]}
         ('{"error": {"message": "long", "code": "context_length_exceeded"}}', True),
         ('{"error": {"type": "invalid_request_error", "code": null}}', True),
         ('{"detail": "Not authenticated", "status": 401}', True),
+        ('{"error": "{\\"type\\": \\"invalid_request_error\\"}"}', True),
         ('{"error": {"message": "no", "code": 503}}', False),
         ('{"message": "Internal Server Error"}', False),
         ('{"choices": [{"delta": {}, "finish_reason": "error"}]}', False),
@@ -402,30 +269,6 @@ def test_an_error_in_an_answer_is_whose_its_code_says(event, client, begun):
     assert gate.breakers.answering(gate.router.clock()) and gate.breakers.opened[0] != client
 
 
-@pytest.mark.parametrize(
-    ("event", "client"),
-    [
-        ('event: error\ndata: {"type": "error", "error": {"type": "overloaded_error"}}', False),
-        ('event: error\ndata: {"error": {"type": "invalid_request_error"}}', True),
-        ('data: {"type": "error", "error": {"type": "api_error"}}', False),
-        ('data: {"type": "error", "code": "rate_limit_exceeded", "message": "later"}', True),
-        ('data: {"type": "response.failed", "response": {"error": {"code": "x"}}}', False),
-        ('data: {"type": "message_start", "message": {"usage": {"output_tokens": 0}}}', None),
-        ('data: {"type": "response.created", "response": {"error": null}}', None),
-    ],
-)
-def test_errors_in_streams_of_other_protocols(event, client):
-    gate = gate_with()
-    for _ in range(24):
-        ticket = gate.enter(CHAT, completion=False)
-        answer = Answer(ticket, "text/event-stream")
-        answer.feed(event.encode() + b"\n\n")
-        assert answer.done == (client is not None)
-        answer.end()
-    assert gate.status()["server_failures"] == (24 if client is False else 0)
-    assert gate.router.counters.failed == (0 if client is None else 24)
-
-
 def test_a_count_of_tokens_below_what_was_seen_lowers_nothing():
     usage = ', "usage": {"completion_tokens": %d}}\n\n'
     gate, seen = gate_with(), []
@@ -439,8 +282,8 @@ def test_a_count_of_tokens_below_what_was_seen_lowers_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:profile")
-def test_a_server_may_run_many_requests_at_a_time(tmp_path):
-    one = Endpoint("a", "vllm", "http://127.0.0.1:1/v1", 0, 100, 512, profile="h100-llama-3.1-8b")
+def test_a_server_may_run_many_requests_at_a_time():
+    one = ServerSpec("a", "vllm", slots=100, profile="h100-llama-3.1-8b")
     made = fleet_arguments([one, replace(one, slots=8)])
     gate = Gate(GatewayRouter(made, "least_outstanding", budget_s=None))
     assert all(gate.enter(CHAT).expert >= 0 for _ in range(200))
@@ -448,9 +291,6 @@ def test_a_server_may_run_many_requests_at_a_time(tmp_path):
     assert most["running_capacity"] == 1024
     with pytest.raises(ValueError, match="'a' has slots=4096; allowed: 1024"):
         fleet_arguments([replace(one, slots=4096)])
-    path = tmp_path / "endpoints.json"
-    write_endpoints(path, [one, replace(one, name="b", url="http://127.0.0.1:2/v1")])
-    assert command.main(["litellm", str(path), "--folder", str(tmp_path / "proxy")]) == 0
 
 
 def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
@@ -467,14 +307,11 @@ def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
         importlib.import_module(module)
 
 
-def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
-    path = tmp_path / "endpoints.json"
-    servers = [
-        Endpoint(f"e{k}", "simulated", f"http://127.0.0.1:{9000 + k}/v1", 0, 8, 512, profile=one)
-        for k, one in enumerate(profiles)
-    ]
-    write_endpoints(path, servers)
-    return path
+def fleet(tmp_path, profile="paper-linear-01", port=9000):
+    text = '[[server]]\nname = "e{}"\nengine = "vllm"\nprofile = "{}"\nport = {}\n'
+    path = tmp_path / "fleet.toml"
+    path.write_text("".join(text.format(k, profile, port and port + k) for k in range(2)))
+    return str(path)
 
 
 def test_the_files_of_a_litellm_proxy(tmp_path, capsys):
@@ -482,11 +319,12 @@ def test_the_files_of_a_litellm_proxy(tmp_path, capsys):
     import yaml
 
     folder = tmp_path / "proxy"
-    words = ["litellm", str(endpoints(tmp_path)), "--policy", "priced_greedy"]
+    words = ["litellm", fleet(tmp_path), "--policy", "priced_greedy"]
     assert command.main([*words, "--folder", str(folder), "--set", "waiting_capacity=16"]) == 0
     assert "--host 127.0.0.1" in capsys.readouterr().out
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert [one["model_info"]["id"] for one in config["model_list"]] == ["e0", "e1"]
+    assert config["model_list"][1]["litellm_params"]["api_base"] == "http://127.0.0.1:9001/v1"
     assert config["litellm_settings"]["callbacks"] == "servegym_router.strategy"
     code = (folder / "servegym_router.py").read_text()
     compile(code, "servegym_router.py", "exec")
@@ -495,7 +333,7 @@ def test_the_files_of_a_litellm_proxy(tmp_path, capsys):
 
 def test_what_no_gateway_can_serve_is_refused_before_files_are_written(tmp_path):
     folder = tmp_path / "proxy"
-    words = ["litellm", str(endpoints(tmp_path)), "--folder", str(folder)]
+    words = ["litellm", fleet(tmp_path), "--folder", str(folder)]
     for more, message in ((["--policy", "nothing"], "nothing"), (["--set", "rates=3"], "rates")):
         with pytest.raises(ValueError, match=message):
             command.main([*words, *more])
@@ -503,11 +341,6 @@ def test_what_no_gateway_can_serve_is_refused_before_files_are_written(tmp_path)
     with pytest.raises(ValueError, match="6 experts"):
         gate_with(names=["a"])
     with pytest.raises(ValueError, match="'e0' has no profile"):
-        command.main(["litellm", str(endpoints(tmp_path, ("",)))])
-    fleet = tmp_path / "fleet.toml"
-    text = '[[server]]\nname = "one"\nengine = "simulated"\nprofile = "paper-linear-01"\n'
-    fleet.write_text(text)
-    with pytest.raises(ValueError, match="'one' has no port"):
-        command.read_servers(fleet)
-    fleet.write_text(text + "port = 8001\n")
-    assert command.read_servers(fleet)[0].url == "http://127.0.0.1:8001/v1"
+        command.main(["litellm", fleet(tmp_path, profile="")])
+    with pytest.raises(ValueError, match="'e0' has no port"):
+        command.main(["litellm", fleet(tmp_path, port=0)])

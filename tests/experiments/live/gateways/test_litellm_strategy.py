@@ -43,14 +43,14 @@ def before_servers(scenario, act=first, **router):
                     {
                         "model_name": "llm",
                         "litellm_params": {
-                            "model": f"openai/{one.name}",
+                            "model": f"openai/{one.spec.name}",
                             "api_base": one.url,
                             "api_key": "none",
                             "max_retries": 0,
                         },
-                        "model_info": {"id": one.name},
+                        "model_info": {"id": one.spec.name},
                     }
-                    for one in fleet.endpoints
+                    for one in fleet.servers
                 ],
                 **{"num_retries": 2, "retry_after": 0, **router},
             )
@@ -65,9 +65,9 @@ def counts(gate):
     return made.finished, made.failed, gate.status()["in_flight"]
 
 
-def asked(servers):
-    """Requests that have come to the servers."""
-    return [sum(one.metrics.ended.values()) + one.refused for one in servers]
+def answered(servers):
+    """Requests that the servers have answered."""
+    return [sum(one.metrics.ended.values()) for one in servers]
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -88,7 +88,7 @@ def test_a_request_is_load_until_its_answer_is_complete(chat, stream):
                 told += [one.generated for one in running[0]]
             assert max(told) == 5
         assert counts(gate) == (1, 0, 0)
-        assert asked(servers) == [1, 0, 0, 0, 0, 0]
+        assert answered(servers) == [1, 0, 0, 0, 0, 0]
 
     before_servers(scenario)
 
@@ -147,7 +147,7 @@ def test_a_drop_is_429_with_retry_after_and_is_not_tried_again():
         assert caught.value.status_code == 429
         assert caught.value.headers == {"retry-after": "1"}
         assert gate.router.counters.decisions == gate.router.counters.drops == 1
-        assert sum(asked(servers)) == 0
+        assert sum(answered(servers)) == 0
         with pytest.raises(ValueError, match="'other'.*6 experts"):
             LiteLLMStrategy(gate, "other").attach(router)
 
