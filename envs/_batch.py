@@ -22,10 +22,22 @@ _OF_EVERY_ENV = (
 )
 
 
+def need_methods(cls: type, base: type, more: Sequence[str] = ()) -> None:
+    """TypeError if a class, at its definition, lacks what its base leaves open, or ``more``."""
+    left = [name for name, one in vars(base).items() if getattr(one, "__isabstractmethod__", False)]
+    lacking = [
+        name
+        for name in (*more, *left)
+        if getattr(getattr(cls, name, None), "__isabstractmethod__", not hasattr(cls, name))
+    ]
+    if lacking:
+        raise TypeError(f"{cls.__name__} lacks {', '.join(lacking)}, see {base.__name__}.")
+
+
 class Batch(ABC):
     """B systems of one problem, advanced together.
 
-    A family writes the abstract methods.
+    A family writes the abstract methods: a class that lacks one fails when it is defined.
 
     Attributes:
         observation: Buffers with a leading axis of B, an array or a dict of arrays.
@@ -38,6 +50,10 @@ class Batch(ABC):
     action_mask: np.ndarray
     out: np.ndarray
     terms: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        need_methods(cls, Batch)
 
     @abstractmethod
     def draw(self, row: int, random: np.random.Generator) -> None:
@@ -126,12 +142,13 @@ P = TypeVar("P")  # a family's Problem
 B = TypeVar("B", bound=Batch)
 
 
-class BatchEnv(ABC, gym.Env, Generic[P, B]):
+class BatchEnv(gym.Env, Generic[P, B]):
     """A Gymnasium environment over a `Batch` of one system.
 
-    A family writes the abstract methods. What a step tells beside the reward's terms it adds in
-    `_add_info`. An action is a whole number, which `action_words` explains, or a family checks its
-    own in `_put_action`. `BatchVectorEnv` calls the same methods.
+    A family writes the abstract methods: a class that lacks one fails when it is defined. What a
+    step tells beside the reward's terms it adds in `_add_info`. An action is a whole number, which
+    `action_words` explains, or a family checks its own in `_put_action`. `BatchVectorEnv` calls the
+    same methods.
 
     Before the first reset there is nothing to step, copy, render or report: ResetNeeded. After an
     episode's end all but `step` tells of that episode; `close` holds nothing and ends nothing.
@@ -153,6 +170,7 @@ class BatchEnv(ABC, gym.Env, Generic[P, B]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        need_methods(cls, BatchEnv, ("arguments", "problem_of"))
         if cls.__doc__ is not None:
             tables = {"arguments": "\n".join((*cls.arguments.table(), *_OF_EVERY_ENV))}
             tables |= {name: table(columns) for name, columns in cls.columns.items()}

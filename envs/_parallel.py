@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic
 
@@ -12,10 +12,10 @@ from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, flag
-from servegym.envs._batch import B, BatchEnv, P, need_episode, warn_of_no_mode
+from servegym.envs._batch import B, BatchEnv, P, need_episode, need_methods, warn_of_no_mode
 
 
-class BatchParallelEnv(ABC, ParallelEnv, Generic[P, B]):
+class BatchParallelEnv(ParallelEnv, Generic[P, B]):
     """Several agents in one system of a `Batch`, the one that a `BatchEnv` has.
 
     A family sets `possible_agents` and their spaces, writes `step` and `_observations`, and names
@@ -30,6 +30,10 @@ class BatchParallelEnv(ABC, ParallelEnv, Generic[P, B]):
     single: type[BatchEnv]
     problem: P
     batch: B
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        need_methods(cls, BatchParallelEnv)
 
     def __init__(
         self, kwargs: Mapping[str, Any], shared_reward: bool, render_mode: str | None
@@ -104,3 +108,6 @@ class BatchParallelEnv(ABC, ParallelEnv, Generic[P, B]):
             return warn_of_no_mode()
         need_episode("render", self._random is not None)
         return self.single.frame(self.batch, 0, self.render_mode)
+
+    def close(self) -> None:
+        """Nothing is held open."""

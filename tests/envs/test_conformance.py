@@ -15,7 +15,8 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
 import servegym
-from servegym.envs._batch import BatchEnv
+from servegym.envs._batch import Batch, BatchEnv
+from servegym.envs._parallel import BatchParallelEnv
 from servegym.envs.families import FAMILIES, family_of
 
 from ..nested import assert_same, same
@@ -567,3 +568,13 @@ def test_one_compiled_version_of_each_entry_point(family):
                 env.step(draw(env, 1)[0])
     for entry in entries:
         assert len(entry.signatures) == 1, entry
+
+
+def test_a_family_that_lacks_a_part_fails_when_it_is_defined():
+    with pytest.raises(TypeError, match="Half lacks make_observation_space, make_action_space"):
+        parts = ("arguments", "problem_of", "make_batch", "frame")
+        type("Half", (BatchEnv,), dict.fromkeys(parts, dict))
+    with pytest.raises(TypeError, match="Half lacks draw, step, clone, restore, see Batch"):
+        type("Half", (Batch,), dict.fromkeys(("begin", "kpis", "request_log"), dict))
+    with pytest.raises(TypeError, match="Half lacks step, see BatchParallelEnv"):
+        type("Half", (BatchParallelEnv,), {"_observations": dict})
