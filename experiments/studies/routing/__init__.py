@@ -1,0 +1,1 @@
+"""Routing: questions of our own."""
