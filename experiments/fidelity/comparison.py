@@ -55,8 +55,10 @@ def matching_profile(run: MeasuredRun) -> Profile:
     )
 
 
-def of_engine(profile: Profile, run: MeasuredRun) -> Profile:
-    """A profile with the host's share of the run's engine, if it has one."""
+def of_engine(profile: Profile, run: MeasuredRun, engine: str | None) -> Profile:
+    """A profile with the host's share of a named engine, or, if it has one, of the run's."""
+    if engine:
+        return with_engine(profile, engine)
     known = plans_ahead("vLLM", run.version) is not None and profile.engine["name"] == "vLLM"
     return with_engine(profile, f"vllm@{run.version}") if profile.host and known else profile
 

@@ -106,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="folder of the measured data (default: $SERVEGYM_DATA)")
     add("--run", type=Path, help="folder of another run: requests.jsonl, meta.json")
     add("--profile", help="profile, by name or file (default: that of the run's device and model)")
+    add("--engine", help="vllm@VERSION of a composed profile (default: the run's)")
     add("--out", type=Path, default=OUT, help=f"folder for tables and plot (default: {OUT})")
     add("--no-plot", action="store_true", help="do without matplotlib")
     return parser
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     run = load_run(folder)
     profile = load(options.profile) if options.profile else comparison.matching_profile(run)
-    profile = comparison.of_engine(profile, run)
+    profile = comparison.of_engine(profile, run, options.engine)
     comparison.check_devices(run, profile)
     simulated = comparison.simulate(run, profile)
     late = run.arrival_s - run.arrival_s[0] >= START_UP_S

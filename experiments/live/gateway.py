@@ -1,7 +1,9 @@
 """A policy behind a gateway: what a gateway sees becomes the observation that the policy reads.
 
-A policy that fails or is too slow is replaced by the least load for that request, counted and
-logged: a gateway never stops because of its policy.
+`GatewayRouter` keeps the state of the requests that it has sent and writes from it the observation
+of ``servegym/LLMRouting-v1``. A gateway tells it when a request was sent, when tokens came and when
+it ended; nothing else is known. A policy that fails or is too slow is replaced by the least load
+for that request, counted and logged: a gateway never stops because of its policy.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,6 +37,8 @@ from servegym.envs.llm_routing.kernel.layout import (
 FALLBACK = "least_outstanding"
 MAX_TOKENS = 1 << 20
 """Of a prompt or an answer: what is told of more counts as so many."""
+BLOCKED_BUDGETS, BLOCKED_CALLS = 10, 3
+"""A policy is switched off that keeps the interpreter for ten budgets, three times in a row."""
 LOG_EVERY_S = 60.0
 PATIENCE_S = 1.0  # with a policy that is in a call where its thread is to end
 _log = logging.getLogger("servegym.gateway")
@@ -81,17 +86,20 @@ class Counters:
 
     decisions: int = 0
     drops: int = 0
+    observation_errors: int = 0
     policy_errors: int = 0
     policy_timeouts: int = 0
     illegal_actions: int = 0
     finished: int = 0
     failed: int = 0
     last_error: str = field(default="", repr=False)
+    late_s: float = 0.0  # the longest time that a policy took which was too slow
 
     @property
     def fallbacks(self) -> int:
         """Decisions that the least load took in place of the policy."""
-        return self.policy_errors + self.policy_timeouts + self.illegal_actions
+        failed = self.observation_errors + self.policy_errors
+        return failed + self.policy_timeouts + self.illegal_actions
 
 
 class GatewayRouter:
@@ -101,7 +109,9 @@ class GatewayRouter:
     that were sent to an expert and have not ended count as running, which is exact for engines that
     serve in order with so many slots.
 
-    All methods may be called from several threads. The policy runs in a thread of its own.
+    All methods may be called from several threads. The policy runs in a thread, so one that keeps
+    the interpreter, as a regular expression can, holds everything: it is switched off for good when
+    it does so three times in a row.
 
     Args:
         fleet: Arguments of the environment that describes the fleet, as for ``gymnasium.make``.
@@ -112,6 +122,7 @@ class GatewayRouter:
 
     Attributes:
         counters: What has happened.
+        off: Why the policy is asked no more, or empty.
 
     Raises:
         ValueError: If the policy is unknown, needs the environment or reads another observation
@@ -146,6 +157,8 @@ class GatewayRouter:
         self.clock, self.budget_s = clock, budget_s
         self.latency_requirement_s = float(np.mean(self.problem.arguments.latency_requirement_s))
         self.counters = Counters()
+        self.off = ""
+        self._blocked_calls = 0
         self._logged: dict[tuple[str, type], float] = {}
         self._lock = threading.RLock()
         self._requests: dict[str, _InFlight] = {}
@@ -177,12 +190,20 @@ class GatewayRouter:
             if request.id in self._requests:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
             predictions, now = self._predictions(request), self.clock()
-            self._load = self._load_with(predictions[0], predictions[2], now)
-            self._arrivals, self._last_arrival = self._arrivals + 1, now
-            observation, mask = self._observation(predictions, now)
+            action, mask = 0, np.ones((1, self.num_experts + 1), np.int8)
+            observation, reason = {}, ""
+            try:
+                load = self._load_with(predictions[0], predictions[2], now)
+                observation, mask = self._observation(predictions, load, now)
+                self._load = load
+                self._arrivals, self._last_arrival = self._arrivals + 1, now
+            except Exception as error:  # whatever it is, requests go on
+                self.counters.observation_errors += 1
+                reason = self.report("observation", error)
             if request.allowed is not None:
                 mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
-            action, reason = self._chosen(observation, mask)
+            if not reason:
+                action, reason = self._chosen(observation, mask)
             if reason:
                 action = self._least(mask)
             self.counters.decisions += 1
@@ -203,7 +224,10 @@ class GatewayRouter:
         ):
             value = getattr(request, name)
             value = mean if value is None else value
-            array = np.array(value, np.float64)
+            try:
+                array = np.array(value, np.float64)
+            except (TypeError, ValueError, OverflowError):
+                array = np.empty(0)
             if name == "prompt_tokens" and array.ndim == 0:
                 array = np.full(n, array)
             if array.shape != (n,) or not np.isfinite(array).all():
@@ -224,12 +248,15 @@ class GatewayRouter:
         return [some[: self._slots] for some in sent], [some[self._slots :] for some in sent]
 
     def _observation(
-        self, predictions: _Predictions, now: float
+        self, predictions: _Predictions, load: NDArray[np.float64], now: float
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int8]]:
-        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask."""
+        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask.
+
+        ``load`` are the means of the load with the request to route.
+        """
         prompt, scores, lengths = predictions
         n, r, w = self.num_experts, self._slots, self._room
-        shown_load = np.minimum(self._load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
+        shown_load = np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
         observation: dict[str, NDArray[Any]] = {
             "request": np.stack([np.minimum(prompt, MAX_PROMPT_TOKENS), scores, lengths], 1)[None],
             "experts": np.zeros((1, n, 3), np.float32),
@@ -283,14 +310,30 @@ class GatewayRouter:
         def act() -> int:
             return int(np.asarray(self.policy.act(observation, shown)).reshape(-1)[0])
 
+        if self.off:
+            self.counters.policy_timeouts += 1
+            return 0, self.off
+        begin, late = self.clock(), False
         try:
             action = act() if self._worker is None else self._worker.run(act, self.budget_s)
         except _Late:
-            self.counters.policy_timeouts += 1
-            return 0, f"the policy took more than {self.budget_s:g} s"
+            action, late = 0, True
         except (Exception, SystemExit) as error:  # a policy may raise anything; the gateway goes on
             self.counters.policy_errors += 1
             return 0, self.report("policy", error)
+        if self._worker is not None and self.budget_s is not None:
+            seconds = self.clock() - begin
+            # An answer that comes in time to a thread which could not run is late as well.
+            blocked = seconds > BLOCKED_BUDGETS * self.budget_s
+            if blocked or not late:
+                self._blocked_calls = self._blocked_calls + 1 if blocked else 0
+            if late or blocked:
+                self.counters.policy_timeouts += 1
+                self.counters.late_s = max(self.counters.late_s, seconds)
+                if self._blocked_calls == BLOCKED_CALLS:
+                    self.off = f"the policy is off: it kept the interpreter for {seconds:.3g} s"
+                    _log.error("%s, %d times in a row", self.off, BLOCKED_CALLS)
+                return 0, f"the policy was too slow: {seconds:.3g} s"
         if not 0 <= action <= self.num_experts or mask[0, action] == 0:
             self.counters.illegal_actions += 1
             return 0, f"the policy chose action {action}, which is not allowed"
@@ -299,7 +342,7 @@ class GatewayRouter:
     def report(self, what: str, error: BaseException) -> str:
         """Log a failure and its cause, each kind once a minute, keep it and return its text.
 
-        ``what`` has failed: ``policy`` or ``prediction``.
+        ``what`` has failed: ``policy``, ``observation`` or ``prediction``.
         """
         text = f"{type(error).__name__}: {error}"[:300]
         self.counters.last_error = f"{what}: {text}"
@@ -371,25 +414,23 @@ class _Late(Exception):
     """A call has not come back in time."""
 
 
-class _Worker:
-    """A thread that calls the policy; while a call is late no other begins.
+Calls = SimpleQueue[tuple[Callable[[], int], Future[int]] | None]
 
-    It is a daemon, so that the process ends though a policy hangs.
+
+class _Worker:
+    """One thread that calls the policy; while a call is late no other begins.
+
+    It is joined by `close`, and where the process ends. A policy that hangs cannot be: the thread
+    is a daemon, so that the process ends all the same.
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
+        self._calls: Calls = SimpleQueue()
         self._last: Future[int] | None = None
-        self._thread = threading.Thread(target=self._serve, name="servegym-policy", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                future.set_result(function())
-            except BaseException as error:  # as of SystemExit
-                future.set_exception(error)
+        name = "servegym-policy"
+        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._calls, thread)
 
     def run(self, function: Callable[[], int], limit_s: float | None) -> int:
         """The function's result, or its error; `_Late` where no call has come back in time."""
@@ -398,14 +439,33 @@ class _Worker:
         self._last = future = Future()
         self._calls.put((function, future))
         try:
-            error = future.exception(limit_s)
+            return future.result(limit_s)
         except TimeoutError:
+            if future.done():  # the policy's own
+                raise
             raise _Late from None
-        if error is not None and not isinstance(error, Exception):
-            raise RuntimeError(f"the policy raised {type(error).__name__}") from error
-        return future.result()
 
     def close(self) -> None:
         """End the thread after the call that it is in."""
-        self._calls.put(None)
-        self._thread.join(PATIENCE_S)
+        self._end()
+
+
+def _serve(calls: Calls) -> None:
+    """Run what comes until None does; nothing of a call is held until the next comes."""
+    while (call := calls.get()) is not None:
+        function, future = call
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException as error:  # as of SystemExit
+            other = RuntimeError(f"the policy raised {type(error).__name__}")
+            other.__cause__ = error
+            future.set_exception(other)
+        del call, function, future
+
+
+def _end(calls: Calls, thread: threading.Thread) -> None:
+    """End and join the thread; a policy that has hung for so long is left behind."""
+    calls.put(None)
+    thread.join(PATIENCE_S)

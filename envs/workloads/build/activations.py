@@ -10,6 +10,8 @@ files give the same bytes, but for the date in the ``.json``.
 
 from __future__ import annotations
 
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -395,9 +397,7 @@ def write_activations(activations: Activations, folder: Path) -> None:
             name: vectors.astype(np.float16) for name, vectors in a.embeddings.items()
         }
     for name, arrays in contents.items():
-        write_atomic(
-            folder / name, lambda stream, arrays=arrays: np.savez_compressed(stream, **arrays)
-        )
+        write_atomic(folder / name, lambda stream, arrays=arrays: _save(stream, arrays))
     about = {
         "counts": {
             "prompts": a.num_prompts,
@@ -418,6 +418,16 @@ def write_activations(activations: Activations, folder: Path) -> None:
         "top_expert_share": shares(a),
     }
     write_made(folder / f"{stem}.json", "activations", {**a.provenance, **about})
+
+
+def _save(stream: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    """As `numpy.savez_compressed`, by LZMA: a fifth less for the banks."""
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_LZMA) as archive:
+        for name, array in arrays.items():
+            info = zipfile.ZipInfo(f"{name}.npy")  # without the date
+            info.compress_type = zipfile.ZIP_LZMA
+            with archive.open(info, "w") as entry:
+                np.lib.format.write_array(entry, np.asarray(array), allow_pickle=False)
 
 
 def write_law(law: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import REFUSED, RETRY_AFTER_S, Answer, Gate, Ticket
+from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -42,8 +43,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
-MAX_BODY_BYTES, READ_BYTES = 16 << 20, 1 << 20
-"""Of a body that is taken, and that is read: to read a longer one would hold the other streams."""
+MAX_BODY_BYTES = 16 << 20
 SLACK_BYTES = 1 << 20
 """Of a message of gRPC beyond the body, so that a body that is too long is answered with 413."""
 LOG_EVERY_S = 60.0
@@ -132,11 +132,12 @@ class EndpointPicker:
 
     def __init__(self, gate: Gate, endpoints: Sequence[str]) -> None:
         self.gate, self.endpoints = gate, list(endpoints)
+        self.stopping = False
 
     @property
     def healthy(self) -> bool:
-        """Whether any server answers."""
-        return self.gate.breakers.answering(self.gate.router.clock())
+        """Whether requests may come: it does not end, and any server answers."""
+        return not self.stopping and self.gate.breakers.answering(self.gate.router.clock())
 
     async def process(
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
@@ -279,13 +280,13 @@ class _Exchange:
 def _json(body: bytearray) -> Mapping[str, Any]:
     """The body of a request; what is no JSON object is the server's to refuse.
 
-    Of a long one only the length counts.
+    One of very many elements would hold the other streams while it is read: only its length counts.
     """
-    if len(body) > READ_BYTES:
-        return {"prompt": "." * len(body)}
     try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
+        request = read_json(body)
+    except OverflowError:
+        return {"prompt": "." * len(body)}
+    except ValueError:
         return {}
     return request if isinstance(request, dict) else {}
 
@@ -340,6 +341,7 @@ def run(gate: Gate, urls: Sequence[str], host: str, port: int) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOG_EVERY_S)
             log.info("%s", json.dumps(gate.status()))
+        picker.stopping = True
         await server.stop(grace=1.0)
 
     asyncio.run(serve())

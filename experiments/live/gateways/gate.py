@@ -1,14 +1,15 @@
 """What the plug-ins of all gateways share: requests of OpenAI's protocol, their ends, and failures.
 
-A `Gate` asks a `GatewayRouter` where a request goes and gives a `Ticket`, which takes the events of
-that request, each of which counts once. Nothing is held for ever.
+A `Gate` holds a `GatewayRouter`. It reads a request from the body that a gateway has, asks the
+router, and gives a `Ticket` that takes the events of that request, each of which counts once.
+`Breakers` keep requests from servers that fail, and a request of which nothing is heard any more is
+given up, so nothing is held for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import threading
 import time
 from collections import OrderedDict, deque
@@ -27,6 +28,7 @@ from servegym.hardware_profiles.measure.openai_protocol import (
     EventStream,
     brings_token,
     error_of,
+    read_json,
 )
 
 BYTES_PER_TOKEN = 4
@@ -48,9 +50,10 @@ TEXTS = (*TEXTS, "name", "arguments", "input", "output")
 LONGEST = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 REFUSALS = {401: "denied", 403: "denied", 404: "unknown"}
 STATUSES = {
-    **{"invalid_request_error": 400, "invalid_prompt": 400, "context_length_exceeded": 400},
-    **{"rate_limit_exceeded": 429, "insufficient_quota": 429, "authentication_error": 401},
-    **{"BadRequestError": 400, "NotFoundError": 404},
+    **{"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403},
+    **{"not_found_error": 404, "request_too_large": 413, "invalid_prompt": 400},
+    **{"rate_limit_error": 429, "rate_limit_exceeded": 429, "context_length_exceeded": 400},
+    **{"insufficient_quota": 429, "BadRequestError": 400, "NotFoundError": 404},
 }
 """Of errors that are told by a name; all others are the server's."""
 
@@ -61,7 +64,7 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
     Token ids are counted; of text, and of schemas of tools, four bytes are taken for a token.
     """
 
-    def count(value: Any, depth: int) -> float:
+    def count(value: Any, depth: int, schema: bool) -> float:
         if isinstance(value, str):
             return len(value.encode("utf-8", "replace")) / BYTES_PER_TOKEN
         if isinstance(value, int):
@@ -69,16 +72,18 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
         if depth == 0:
             return 0
         if isinstance(value, Mapping):
-            return sum(count(value[key], depth - 1) for key in TEXTS if key in value)
+            if schema:
+                names = sum(len(str(key)) for key in value) / BYTES_PER_TOKEN
+                return names + sum(count(one, depth - 1, True) for one in value.values())
+            return sum(count(value[key], depth - 1, False) for key in TEXTS if key in value)
         if not isinstance(value, Sequence):
             return 0
         if value and type(value[0]) is int:  # token ids, of which there may be a million
             return len(value)
-        return sum(count(one, depth - 1) for one in value)
+        return sum(count(one, depth - 1, schema) for one in value)
 
-    tokens = sum(count(body.get(key), DEPTH) for key in PROMPTS)
-    schemas = [json.dumps(body[key], default=str) for key in SCHEMAS if body.get(key)]
-    tokens += sum(map(len, schemas)) / BYTES_PER_TOKEN
+    tokens = sum(count(body.get(key), DEPTH, False) for key in PROMPTS)
+    tokens += sum(count(body.get(key), DEPTH, True) for key in SCHEMAS)
     return min(max(1, round(tokens)), MAX_TOKENS)
 
 
@@ -89,15 +94,21 @@ def error_status(event: Mapping[str, Any], completion: bool = True) -> int:
     the error's name says it, and 500 stands for all that say nothing. An answer to a completion
     that has no choices but a ``detail`` or a ``message`` is an error as well.
     """
-    error = error_of(event)
+    inner = event.get("response")
+    error = error_of(event) or (inner.get("error") if isinstance(inner, Mapping) else None)
     if not error and completion and not event.get("choices"):
         error = event.get("detail") or event.get("message")
+    if not error and event.get("type") in ("error", "response.failed"):
+        error = event
     if not error:
         return 0
     if isinstance(error, str):  # an event whose name says that it is an error
-        with contextlib.suppress(ValueError, RecursionError):
-            error = json.loads(error)
-    found = [one for one in (error, event) if isinstance(one, Mapping)]
+        with contextlib.suppress(ValueError, OverflowError):
+            error = read_json(error.encode("utf-8", "replace"))
+    found = [event]
+    while isinstance(error, Mapping) and len(found) < DEPTH:
+        found.insert(0, error)
+        error = error.get("error")
     keys = ("code", "status", "status_code", "error_code", "type")
     values = [str(one.get(key)) for one in found for key in keys]
     numbers = [int(text) for text in values if len(text) == 3 and text.isdecimal()]
@@ -175,7 +186,8 @@ class Ticket:
         """The gateway has sent it to another expert itself: that of before has failed."""
         gate = self.gate
         with gate.lock:
-            if self.id not in gate.open or expert == self.expert:
+            there = 0 <= expert < len(gate.names) and expert != self.expert
+            if self.id not in gate.open or not there:
                 return
             gate.tell(self, "failed")
             gate.send(self, expert)
@@ -346,6 +358,7 @@ class Gate:
             names, rounded = ("median", "p99", "max"), times.round(3).tolist()
             return {
                 "policy": self.router.name,
+                "policy_off": self.router.off,
                 **counters,
                 "fallbacks": self.router.counters.fallbacks,
                 **self.counters,
@@ -395,13 +408,13 @@ class Answer:
 
     def _event(self, data: bytes) -> None:
         try:
-            event = json.loads(data)
+            event = read_json(data)
             self._status = self._status or error_status(event, self._ticket.completion)
             self.done |= self._status > 0
             count = (event.get("usage") or {}).get("completion_tokens")
             has_token = brings_token(event)
             self._has_reason |= any(one.get("finish_reason") for one in event.get("choices") or ())
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, OverflowError):
             return  # no event of OpenAI's protocol, so no token
         seen = self._ticket.tokens + (has_token and self._streamed)
         if isinstance(count, int):  # a count below what was seen, as of 0, is none

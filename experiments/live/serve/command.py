@@ -15,7 +15,8 @@ from servegym._checks import whole
 from servegym.experiments.cli import command_parser
 from servegym.experiments.live import fleet_file
 from servegym.experiments.live.serve.faults import KINDS, parse_fault
-from servegym.hardware_profiles import list_profiles
+from servegym.hardware_profiles import list_profiles, load
+from servegym.hardware_profiles.host import with_engine
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,6 +27,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="the model of all servers, such as llama-3.1-8b")
     add("--profile", help="in place of --card: a hardware profile, by name or file")
     add("--replicas", type=int, default=1, help="how many of them (1)")
+    add("--tp", type=int, default=1, help="cards of a server")
+    add("--dtype", default="bf16", help="bf16, or fp8, fp8_block or nvfp4 where timed")
+    add("--engine", help="vllm@VERSION, whose host takes its share of an iteration")
     add("--slots", type=int, default=256, help="requests that a server runs at a time (256)")
     add("--context", type=int, default=16384, help="tokens of a request (16384)")
     add("--batched-tokens", type=int, default=2048, help="tokens of an iteration (2048)")
@@ -39,17 +43,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _profile(options: argparse.Namespace, folder: Path) -> str:
+    """The profile of the servers: the one given, one that ships, or one composed in ``folder``."""
+    name = options.profile or f"{options.card}-{options.model}"
+    plain = options.tp == 1 and options.dtype == "bf16"
+    if not options.engine and (options.profile or (name in list_profiles() and plain)):
+        return name
+    from servegym.hardware_profiles.compose import compose
+
+    if options.profile:
+        profile = with_engine(load(name), options.engine)
+    else:
+        sizes = {"tp": options.tp, "dtype": options.dtype}
+        profile = compose(options.card, options.model, engine=options.engine, **sizes)
+    path = folder / "profile.json"
+    profile.save(path)
+    return str(path)
+
+
 def _equal_servers(options: argparse.Namespace, folder: Path) -> list[fleet_file.ServerSpec]:
-    """Servers of one profile: the one given, one that ships, or one composed in ``folder``."""
     if not options.model or bool(options.card) == bool(options.profile):
         raise ValueError("give FLEET.toml, or --card and --model, or --profile and --model")
     whole("replicas", options.replicas, 1, 256)
-    profile = options.profile or f"{options.card}-{options.model}"
-    if options.card and profile not in list_profiles():
-        from servegym.hardware_profiles.compose import compose
-
-        profile = str(folder / "profile.json")
-        compose(options.card, options.model).save(profile)
+    profile = _profile(options, folder)
     model = Path(options.model)
     return [
         fleet_file.ServerSpec(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zlib import crc32
 import numpy as np
 
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
+from servegym.hardware_profiles.measure.openai_protocol import read_json as decode
 
 _PIECE = re.compile(
     r" ?[^\W\d_]{1,8}| ?\d{1,3}|\s+(?!\S)|\s| ?[^\w\s]{1,3}|.", re.DOTALL | re.UNICODE
@@ -37,18 +39,31 @@ _WORDS = (
     "year yet you young"
 ).split()
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SPARE_ELEMENTS = 1 << 16
+"""Of a body, besides those of its prompt."""
 DEFAULT_TOKENS = 16
 """``max_tokens`` of a completion that does not say, as OpenAI's."""
-_TYPES = dict(tools=(list,), stop=(str, list), cache_salt=(str,), stream_options=(dict,))
-_TYPES |= dict(stream=(bool,), ignore_eos=(bool,))
-_FORMS = {str: "a text that is not empty", list: "a list", dict: "an object"}
-_FORMS |= {bool: "true or false"}
-_LEAST = dict(max_completion_tokens=1, max_tokens=1, min_tokens=0)
+
+
+_RANGES = dict(temperature=(0, 2), top_p=(1e-9, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
+_RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(1e-9, 100))
+_RANGES |= dict(n=(1, 1), best_of=(1, 1), priority=(0, 0))  # one answer; first come, first served
+_LEAST = dict(max_completion_tokens=1, max_tokens=1, min_tokens=0, seed=-(1 << 62))
+_TYPES = dict(stop=(str, list), stop_token_ids=(list,), cache_salt=(str,), user=(str,))
+_TYPES |= dict(tools=(list,), tool_choice=(str, dict), response_format=(dict,))
+_TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,), top_k=(int,))
+_TYPES |= dict(stream=(bool,), stream_options=(dict,), ignore_eos=(bool,))
+_USAGE = dict(include_usage=(bool,), continuous_usage_stats=(bool,))
+_NAMES = {str: "a text that is not empty", list: "a list", dict: "an object"}
+_NAMES |= {bool: "true or false", int: "a whole number"}
+_PARTS = dict(text="text", input_text="text", output_text="text", refusal="refusal")
 _NOT_SIMULATED = (
     *("echo", "suffix", "use_beam_search", "top_logprobs", "logprobs", "prompt_logprobs"),
     *("truncate_prompt_tokens", "prompt_embeds", "documents", "functions", "function_call"),
     *("chat_template", "continue_final_message", "return_token_ids", "include_stop_str_in_output"),
 )
+MOST_STOPS = 64
+"""Texts that end an answer, each of which is looked for in it."""
 
 
 class BadRequest(ValueError):
@@ -110,13 +125,33 @@ def _content(message: Mapping[str, Any], where: str) -> list[str]:
         return [content]
     if content in (None, []) and message["role"] in ("assistant", "function"):
         return []
-    texts: list[Any] = [
-        part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+    texts = [
+        part.get(_PARTS.get(str(part.get("type")), "")) if isinstance(part, dict) else part
         for part in (content if isinstance(content, list) else ())
     ]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise BadRequest(f"{where}.content must be a text, or parts of text", "messages")
-    return texts
+    return texts  # pyright: ignore[reportReturnType]
+
+
+def _function(tool: Any) -> Any:
+    """The name in a tool or a choice of one; None if there is none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _tools(body: Mapping[str, Any], most: int) -> list[int]:
+    """Tokens of the tools of a chat, which are a part of its prompt."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    names = [_function(tool) for tool in tools or ()]
+    if not all(isinstance(name, str) for name in names):
+        raise BadRequest("tools must be functions, each with a name", "tools")
+    words = (None, "none") if tools is None else (None, "none", "auto", "required")
+    if not (_function(choice) in names if isinstance(choice, dict) else choice in words):
+        form = "none, or with tools auto, required or one of their functions"
+        raise _wrong("tool_choice", form, choice)
+    text = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools or ())
+    return [_mark("tools"), *tokens_of(text, most), _mark("end")] if tools else []
 
 
 def _messages(body: Mapping[str, Any], most: int) -> list[int]:
@@ -124,8 +159,7 @@ def _messages(body: Mapping[str, Any], most: int) -> list[int]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", "messages")
     tokens: list[int] = []
-    text = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in body.get("tools") or ())
-    tools = [_mark("tools"), *tokens_of(text, most), _mark("end")] if text else []
+    tools = _tools(body, most)
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, dict) else None
@@ -138,6 +172,8 @@ def _messages(body: Mapping[str, Any], most: int) -> list[int]:
         for text in _content(message, where):
             tokens += tokens_of(text, max(0, most - len(tokens)))
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise BadRequest(f"{where}.tool_calls must be a list of objects", "messages")
             text = json.dumps(calls, sort_keys=True)
             tokens += tokens_of(text, max(0, most - len(tokens)))
         tokens.append(_mark("end"))
@@ -147,21 +183,70 @@ def _messages(body: Mapping[str, Any], most: int) -> list[int]:
     return [*tokens, *tools, *([_mark("assistant")] if answers else [])]
 
 
+def inflate(data: bytes, encoding: str, most: int) -> bytes:
+    """Decode a body of one part, compressed by gzip or deflate; more than ``most`` bytes are none.
+
+    Raises:
+        BadRequest: If it has more, is damaged, or is encoded otherwise.
+    """
+    if encoding not in ("gzip", "deflate"):
+        raise BadRequest("Content-Encoding must be gzip or deflate", status=415)
+    raw = encoding == "deflate" and data[:1] and data[0] & 15 != 8  # without zlib's header
+    stream = zlib.decompressobj(31 if encoding == "gzip" else -15 if raw else 15)
+    try:
+        body = stream.decompress(data, most + 1)
+    except zlib.error:
+        body = b""
+    if len(body) > most:
+        raise BadRequest("The body is larger than the server takes.", status=413)
+    if not stream.eof or stream.unused_data:
+        raise BadRequest("The body cannot be decoded.")
+    return body
+
+
+def read_json(data: bytes, context: int) -> Any:
+    """The body of a request.
+
+    Raises:
+        BadRequest: If it is no JSON, is nested deeply, or is beyond the context by its elements: to
+            read them would hold the other requests of the server.
+    """
+    try:
+        return decode(data, 3 * context + SPARE_ELEMENTS)  # up to three are a token
+    except OverflowError:
+        raise BadRequest(f"This model's maximum context length is {context} tokens.") from None
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+def _check_types(body: Mapping[str, Any], table: Mapping[str, tuple[type, ...]]) -> None:
+    for name, types in table.items():
+        value = body.get(name)
+        empty = value == "" and name != "user"
+        if value is not None and (type(value) not in types or empty):
+            raise _wrong(name, " or ".join(_NAMES[one] for one in types), value)
+
+
 def _check_forms(body: Mapping[str, Any]) -> None:
-    """Refuse what cannot be read, and what would change a count and is not simulated."""
+    """Refuse what real servers refuse in fields that change no times, and what is not simulated."""
+    for name, (low, high) in _RANGES.items():
+        value = body.get(name)
+        if value is not None and not (type(value) in (int, float) and low <= value <= high):
+            raise _wrong(name, f"a number from {low} to {high}" if low < high else f"{low}", value)
     for name, low in _LEAST.items():
         value = body.get(name)
         if value is not None and (type(value) is not int or value < low):
             raise _wrong(name, f"a whole number of at least {low}", value)
-    for name, types in _TYPES.items():
-        value = body.get(name)
-        if value is not None and (type(value) not in types or value == ""):
-            raise _wrong(name, " or ".join(_FORMS[one] for one in types), value)
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
-            raise _wrong(name, "1", body[name])
-    if not all(isinstance(stop, str) and stop for stop in body.get("stop") or ()):
-        raise _wrong("stop", f"a list, each {_FORMS[str]}", body["stop"])
+    _check_types(body, _TYPES)
+    _check_types(body.get("stream_options") or {}, _USAGE)
+    for name, kind in (("stop", str), ("stop_token_ids", int)):
+        value = body.get(name) or ()
+        value = [value] if isinstance(value, str) else value
+        if not {*map(type, value)} <= {kind} or "" in value or len(value) > MOST_STOPS:
+            raise _wrong(name, f"a list of up to {MOST_STOPS}, each {_NAMES[kind]}", value)
+    form, forms = body.get("response_format"), "text, json_object, json_schema, structural_tag"
+    if form is not None and form.get("type") not in forms.split(", "):
+        raise _wrong("response_format", f"of a type of {forms}", form)
     for name in _NOT_SIMULATED:
         value = body.get(name)  # 0 asks for something, too
         if value not in (None, "", [], {}) and value is not False:

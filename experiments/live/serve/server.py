@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import random
 import select
 import selectors
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
-from servegym._checks import keywords, real
+from servegym._checks import keywords, real, whole
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.serve.faults import Fault
 from servegym.experiments.live.serve.metrics import ServerMetrics
-from servegym.experiments.live.serve.protocol import Ask, BadRequest, answer, read_request
+from servegym.experiments.live.serve.protocol import (
+    Ask,
+    BadRequest,
+    answer,
+    inflate,
+    read_json,
+    read_request,
+)
 from servegym.hardware_profiles import load
 
-BODY_BYTES = 32 << 20
-"""Largest body of a request, inflated."""
+BODY_TIMEOUT_S = 30.0
+HEADERS_S = 30.0
+"""A connection without a whole request for so long is closed; looked at every `SWEEP_S`."""
+SWEEP_S = 1.0
 NAMED = "X-Servegym-Server"
 _OPTIONS = ("kv_tokens", "block_size", "async_scheduling")
 _SHUT = ("refuse", "crash")  # kinds of failures in which the port is closed
@@ -42,11 +55,89 @@ class _FineSelector(selectors.EpollSelector):
         return super().select(timeout)
 
 
+def _bare(record: logging.LogRecord) -> bool:
+    """Of an error only its kind and place are logged: its words may be a request's."""
+    error = record.exc_info[1] if record.exc_info else None
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    record.msg, record.args = "a request failed: %s%s", (type(error).__name__, place)
+    record.exc_info = record.exc_text = None
+    return True
+
+
+_log = logging.getLogger("servegym.serve")
+_log.addFilter(_bare)
+
+
 def new_loop() -> asyncio.AbstractEventLoop:
     """An event loop whose timers are exact to some 0.1 ms where the system allows that."""
     if hasattr(selectors, "EpollSelector"):
         return asyncio.SelectorEventLoop(_FineSelector())
     return asyncio.new_event_loop()
+
+
+class _Connection(web.RequestHandler):
+    """Whatever goes wrong is told in OpenAI's form; aiohttp's own answers repeat the request."""
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: Any = None, message: Any = None
+    ) -> web.Response:
+        """The answer to what is no HTTP, or to a request that failed; the connection ends."""
+        self.log_exception("", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun")
+        response = _error(431 if isinstance(exc, LineTooLong) else status)
+        response.force_close()
+        return response
+
+    async def finish_response(self, request: Any, resp: Any, start_time: Any) -> Any:
+        """Send an answer."""
+        if isinstance(resp, web.HTTPException):
+            too_long = "The body is larger than the server takes."
+            resp = _error(resp.status, too_long if resp.status == 413 else "")
+        return await super().finish_response(request, resp, start_time)
+
+
+class Site:
+    """An application at an address; a log of its requests would have keys."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        self._listener: asyncio.Server | None = None
+
+    async def listen(self, **where: Any) -> int:
+        """Answer requests at an address, see ``loop.create_server``; its port."""
+        if self._runner.server is None:
+            await self._runner.setup()
+        loop, kind = asyncio.get_running_loop(), cast(Any, _Connection)  # its hints want a log
+        # What aiohttp inflates it inflates on the loop, however much that is.
+        more = {"access_log": None, "logger": _log, "auto_decompress": False}
+        connect = partial(kind, self._runner.server, loop=loop, **more)
+        self._listener = await loop.create_server(connect, **where)
+        return self._listener.sockets[0].getsockname()[1]
+
+    @property
+    def listening(self) -> bool:
+        """Whether its port is open."""
+        return self._listener is not None and self._listener.is_serving()
+
+    @property
+    def connections(self) -> set[asyncio.Transport]:
+        """Those that are open."""
+        assert self._runner.server is not None
+        found = {one.transport for one in self._runner.server.connections}
+        return {one for one in found if isinstance(one, asyncio.Transport)}
+
+    def close(self) -> None:
+        """Refuse connections; those that are there go on."""
+        if self._listener is not None:
+            self._listener.close()
+
+    async def stop(self) -> None:
+        """Refuse connections and end those that are there."""
+        self.close()
+        if self._runner.server is not None:
+            await self._runner.cleanup()
 
 
 @dataclass
@@ -73,9 +164,11 @@ class SimulatedServer:
     ``options`` may have ``kv_tokens``, ``block_size`` and ``async_scheduling``.
     """
 
-    def __init__(self, spec: ServerSpec, faults: Sequence[Fault], speed: float, seed: int) -> None:
+    def __init__(
+        self, spec: ServerSpec, faults: Sequence[Fault], speed: float, seed: int, body_bytes: int
+    ) -> None:
         self.spec, self.model = spec, spec.model or spec.name
-        self.faults, self.speed = list(faults), speed
+        self.faults, self.speed, self.body_bytes = list(faults), speed, body_bytes
         self._seed = seed
         self._chance = random.Random(f"{seed} {spec.name}")
         try:
@@ -96,12 +189,11 @@ class SimulatedServer:
         self.metrics = ServerMetrics(self.model, spec.context)
         self.lag_s = 0.0  # how late tokens leave, moving average of wall seconds
         self._open: dict[int, Served] = {}
-        # Answers go on while the port is closed, and end with their clients.
-        self._runner = web.AppRunner(
-            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.2
-        )
+        self._site = Site(self._app())
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        # When the last request of a connection ended; infinite while there is one.
+        self._since: dict[asyncio.Transport | None, float] = {}
         self._count = 0
         self.port = spec.port
         self._started = 0.0
@@ -209,14 +301,19 @@ class SimulatedServer:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         came = self.now
         chat = request.path.endswith("/chat/completions")
-        data = await request.read()
+        try:
+            data = await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)
+        except TimeoutError:
+            return _error(408, f"The body did not come within {BODY_TIMEOUT_S:g} s.")
+        except web.RequestPayloadError:
+            return _error(400, "The body cannot be decoded.")
         fault = self._hit_by("error")
         if fault is not None:
             return _error(fault.status, "A failure that was asked for with --fail.")
-        try:
-            body = json.loads(data)
-        except (ValueError, RecursionError):
-            raise BadRequest("The body is not JSON.") from None
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding != "identity":
+            data = await asyncio.to_thread(inflate, data, encoding, self.body_bytes)
+        body = read_json(data, self.spec.context)
         ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
         self._count += 1
         writer = _Writer(f"{self.spec.name}-{self._count}", ask, self.model)
@@ -294,7 +391,7 @@ class SimulatedServer:
     # -- life -----------------------------------------------------------------------------------
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._told])
+        app = web.Application(client_max_size=self.body_bytes, middlewares=[self._around])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
@@ -307,7 +404,6 @@ class SimulatedServer:
         """Listen; simulated time began at ``started``, on the clock of the event loop."""
         self._loop = asyncio.get_running_loop()
         self._started, self._created = started, time.time()
-        await self._runner.setup()
         try:
             await self._listen()
         except OSError as error:
@@ -315,41 +411,52 @@ class SimulatedServer:
                 f"server {self.spec.name!r}: port {self.spec.port} of {self.spec.host} cannot be "
                 f"used: {error.strerror or error}"
             ) from None
-        shut = (self.fail(one) for one in self.faults if one.kind in _SHUT)
-        self._tasks = [asyncio.create_task(one) for one in shut]
+        shut = [self.fail(one) for one in self.faults if one.kind in _SHUT]
+        self._tasks = [asyncio.create_task(one) for one in (*shut, self._sweep())]
 
     @web.middleware
-    async def _told(
+    async def _around(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Tell what goes wrong in OpenAI's form."""
+        """A connection with a request is not idle."""
+        connection = request.transport
+        self._since[connection] = math.inf
         try:
             return await handler(request)
         except BadRequest as error:
             return _error(error.status, str(error), error.param)
-        except web.HTTPException as error:  # of aiohttp: no such page, or too long a body
-            return _error(error.status)
-        except web.RequestPayloadError:
-            return _error(400, "The body cannot be decoded.")
         except ConnectionError:  # the client has gone while it was written to
             raise asyncio.CancelledError from None
+        finally:
+            self._since[connection] = self._loop.time()
+
+    async def _sweep(self) -> None:
+        """Close connections whose headers do not come; aiohttp waits for them without end."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._close_idle(self._loop.time())
+
+    def _close_idle(self, now: float) -> None:
+        """Close the connections that have had no request for `HEADERS_S` at a time of the loop."""
+        self._since = {one: self._since.get(one, now) for one in self._site.connections}
+        for one, begin in self._since.items():
+            if one is not None and now - begin > HEADERS_S:
+                one.close()
 
     async def _listen(self) -> None:
-        await web.TCPSite(self._runner, self.spec.host, self.port, backlog=1024).start()
-        self.port = self._runner.addresses[0][1]
+        self.port = await self._site.listen(host=self.spec.host, port=self.port, backlog=1024)
 
     async def fail(self, fault: Fault) -> None:
         """Refuse connections or crash from the failure's begin to its end."""
         await asyncio.sleep(max(0.0, (fault.start_s - self.now) / self.speed))
-        for site in self._runner.sites:
-            await site.stop()
+        self._site.close()
         if fault.kind == "crash":
             self._crash()
         if fault.end_s < math.inf:
             await asyncio.sleep(max(0.0, (fault.end_s - self.now) / self.speed))
+            # Another failure may keep it shut.
             now = self.now
-            kept_shut = any(one.kind in _SHUT and one.at(now) for one in self.faults)
-            if not kept_shut and not self._runner.sites:
+            if not any(one.kind in _SHUT and one.at(now) for one in self.faults):
                 await self._listen()
 
     def _crash(self) -> None:
@@ -359,9 +466,8 @@ class SimulatedServer:
             one.news.set()
         self.engine.clear()
         self._schedule()
-        for connection in self._runner.server.connections if self._runner.server else ():
-            if isinstance(connection.transport, asyncio.Transport):
-                connection.transport.abort()
+        for connection in self._site.connections:
+            connection.abort()
 
     async def stop(self) -> None:
         """End all requests and stop listening."""
@@ -370,7 +476,7 @@ class SimulatedServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        await self._runner.cleanup()
+        await self._site.stop()
 
     @property
     def url(self) -> str:
@@ -386,6 +492,7 @@ class SimulatedFleet:
         faults: Failures of servers by name, or of all.
         speed: Simulated seconds a second.
         seed: Of answers and failures.
+        body_bytes: Largest body of a request.
 
     Attributes:
         servers: The servers, in the order of ``specs``.
@@ -401,12 +508,14 @@ class SimulatedFleet:
         *,
         speed: float = 1.0,
         seed: int = 0,
+        body_bytes: int = 4 << 20,
     ) -> None:
         self.speed = real("speed", speed, 0.001, 1000.0)
+        whole("body_bytes", body_bytes, 1024)
         self.servers = []
         for spec in specs:
             met = [one for one in faults if one.server in ("", spec.name)]
-            self.servers.append(SimulatedServer(spec, met, speed, seed))
+            self.servers.append(SimulatedServer(spec, met, speed, seed, body_bytes))
 
     async def __aenter__(self) -> SimulatedFleet:
         started = asyncio.get_running_loop().time()
@@ -437,41 +546,48 @@ class _Writer:
             "created": int(time.time()),
             "model": model,
         }
-
-    def _choice(self, text: str, reason: str | None, **role: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"text": text}
-        if self._ask.chat:
-            part = {"delta" if self._ask.stream else "message": {**role, "content": text}}
-        return {"index": 0, **part, "logprobs": None, "finish_reason": reason}
-
-    def _event(self, choice: dict[str, Any], one: Served, count: int) -> str:
-        data: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._ask.running:
-            data["usage"] = _usage(one, count)
-        return f"data: {json.dumps(data)}\n\n"
+        start = json.dumps(self._head)[:-1] + ', "choices": [{"index": 0, '
+        self._start = f"data: {start}"
+        self._text = ('"delta": {"content": "', '"}') if ask.chat else ('"text": "', '"')
 
     def tokens(self, text: Sequence[str], first: int, end: int, one: Served) -> bytes:
-        """Events of the tokens from ``first`` to ``end``."""
-        events = []
+        """Events of the tokens from ``first`` to ``end``; generated words need no escapes."""
+        before, after = self._text
+        head = self._start + before
+        rest = ', "logprobs": null, "finish_reason": null}]'
+        events = [
+            f"{head}{text[k]}{after}{rest}{self._so_far(one, k + 1)}" for k in range(first, end)
+        ]
         if first == 0 and self._ask.chat:
-            events.append(self._event(self._choice("", None, role="assistant"), one, 0))
-        for k in range(first, end):
-            choice = self._choice(text[k], one.reason if k + 1 == one.output else None)
-            events.append(self._event(choice, one, k + 1))
+            role = '"delta": {"role": "assistant", "content": ""}'
+            events.insert(0, self._start + role + rest + self._so_far(one, 0))
+        if end == one.output:
+            events[-1] = events[-1].replace(
+                '"finish_reason": null', f'"finish_reason": "{one.reason}"'
+            )
         return "".join(events).encode()
+
+    def _so_far(self, one: Served, count: int) -> str:
+        """The end of an event, with the counts of tokens if they were asked for."""
+        usage = f', "usage": {json.dumps(_usage(one, count))}' if self._ask.running else ""
+        return usage + "}\n\n"
 
     def end(self, one: Served) -> bytes:
         """What ends a stream."""
-        event = ""
+        event = b""
         if self._ask.usage:
             data = {**self._head, "choices": [], "usage": _usage(one, one.count)}
-            event = f"data: {json.dumps(data)}\n\n"
-        return f"{event}data: [DONE]\n\n".encode()
+            event = f"data: {json.dumps(data)}\n\n".encode()
+        return event + b"data: [DONE]\n\n"
 
     def whole(self, text: str, one: Served) -> str:
         """An answer in one piece."""
-        choices = [self._choice(text, one.reason, role="assistant")]
-        return json.dumps({**self._head, "choices": choices, "usage": _usage(one, one.count)})
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": one.reason}
+        if self._ask.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        return json.dumps({**self._head, "choices": [choice], "usage": _usage(one, one.count)})
 
 
 def _usage(one: Served, count: int) -> dict[str, Any]:

@@ -133,14 +133,14 @@ def test_no_error_of_a_policy_ends_the_gateway(error, caplog):
     router.close()
 
 
-def test_each_cause_is_logged_once_a_minute(caplog):
+def test_an_observation_that_fails_gives_way_and_each_cause_is_logged_once_a_minute(caplog):
     now = [0.0]
-    router = router_with(lambda observation, mask: 1 / 0, clock=lambda: now[0])
+    router = router_with(lambda observation, mask: np.ones(1, np.int64), clock=lambda: now[0])
+    router._observation = lambda *_: 1 / 0
     for k in range(70):
         now[0] = float(k)
         assert ask(router, str(k), allowed=[False] * 5 + [True]).expert == 5
-        router.finished(str(k))
-    assert router.counters.policy_errors == router.counters.fallbacks == 70
+    assert router.counters.observation_errors == router.counters.fallbacks == 70
     assert caplog.text.count("ZeroDivisionError: ") == 2
 
 
@@ -186,3 +186,21 @@ def test_what_no_gateway_can_serve_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             GatewayRouter(fleet, policy)
+
+
+def test_a_policy_that_keeps_the_interpreter_is_switched_off(caplog):
+    now, calls = [0.0], []
+
+    def keeps(observation, mask):
+        calls.append(1)
+        now[0] += 4.0 if len(calls) != 3 else 0.0  # the third comes in time
+        return np.ones(1, np.int64)
+
+    router = router_with(keeps, budget_s=60.0, clock=lambda: now[0])
+    router.budget_s = 0.01  # which the thread may take long to say on a busy machine
+    router._worker.run = lambda act, limit_s: act()
+    found = [ask(router, str(k)) for k in range(9)]
+    assert [one.policy == "mine" for one in found] == [k == 2 for k in range(9)]
+    assert len(calls) == 6 and "kept the interpreter for 4 s" in router.off
+    assert router.off in caplog.text and found[-1].reason == router.off
+    assert router.counters.policy_timeouts == 8 and router.counters.late_s == 4.0

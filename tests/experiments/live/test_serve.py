@@ -5,6 +5,8 @@ import gzip
 import json
 import re
 import signal
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -15,9 +17,16 @@ from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.serve import command
 from servegym.experiments.live.serve import server as server_module
 from servegym.experiments.live.serve.faults import Fault, parse_fault
-from servegym.experiments.live.serve.protocol import BadRequest, answer, read_request, tokens_of
+from servegym.experiments.live.serve.protocol import (
+    BadRequest,
+    answer,
+    inflate,
+    read_request,
+    tokens_of,
+)
 from servegym.experiments.live.serve.server import SimulatedFleet, new_loop
 from servegym.hardware_profiles import load
+from servegym.hardware_profiles.host import engine_host
 
 from .streaming import completion_body, new_session, stream
 
@@ -61,9 +70,9 @@ async def metrics_of(session, server):
     return found
 
 
-async def post(session, url, body, **headers):
+async def post(session, url, body):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with session.post(url, data=data, headers=headers) as response:
+    async with session.post(url, data=data) as response:
         return response.status, await response.json()
 
 
@@ -109,40 +118,35 @@ def test_the_openai_package_speaks_with_it():
     assert again.choices[0].message.content == "".join(c.choices[0].delta.content for c in deltas)
 
 
-def test_a_bad_request_is_refused_in_openais_form(monkeypatch):
-    monkeypatch.setattr(server_module, "BODY_BYTES", 110_000)
-
+def test_a_bad_request_is_refused_in_openais_form():
     async def scenario(session, server):
         found = []
         for body, *_ in REFUSED:
             chat = isinstance(body, dict) and "messages" in body
             page = "/chat/completions" if chat else "/completions"
             found.append(await post(session, server.url + page, body))
-        packed = gzip.compress(b'{"prompt": "a", "max_tokens": 2}')
-        gzipped = {"Content-Encoding": "gzip"}
-        for body in (packed, b"SECRET" + packed, gzip.compress(bytes(9 << 20))):
-            found.append(await post(session, completions(server), body, **gzipped))
-        found.append(await post(session, server.url + "/nothing", {}))
         return found
 
-    *answers, good, damaged, long, missing = served(scenario, spec(context=100))
+    answers = served(scenario, spec(context=100), body_bytes=110_000)
     for (_, status, word), (found, body) in zip(REFUSED, answers, strict=True):
         error = body["error"]
         assert found == status and error["code"] == status and word in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
-    assert [status for status, _ in (good, damaged, long, missing)] == [200, 400, 413, 404]
 
 
 REFUSED = [
     (b"{", 400, "JSON"),
-    (b"[" * 50_000, 400, "JSON"),
+    (b"[" * 50_000, 400, "nested"),
     ([], 400, "object"),
     ({}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": [1, -1]}, 400, "prompt"),
+    ({"prompt": ["a", "b"]}, 400, "prompt"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": int("9" * 401)}, 400, "maximum context length"),
     ({"prompt": "a", "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    (b'{"prompt": "a", "max_tokens": 1e400}', 400, "max_tokens"),
+    (b'{"a": [' + b"," * 80_000 + b"]}", 400, "maximum context length"),
     ({"prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
     ({"prompt": "a", "n": 2}, 400, "n must be 1"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
@@ -150,22 +154,37 @@ REFUSED = [
     *(
         ({"prompt": "a", name: value}, 400, f"{name} must be")
         for name, values in {
-            "stop": (5, True, {}, ["a", 5], "", ["a", ""]),
+            **dict.fromkeys(("temperature", "top_p", "min_p"), ("x", -1, 3, True, [], 10**401)),
+            "priority": (1, "x"),
+            **dict.fromkeys(("presence_penalty", "frequency_penalty"), ("x", -2.5, float("nan"))),
+            "repetition_penalty": ("x", 0, float("inf")),
+            "top_p": (0,),
+            "top_k": ("5", -2, 1.5),
+            "logprobs": ("x", 0.5),
+            "top_logprobs": ("x",),
+            "stop": (5, True, {}, ["a", 5], "", ["a", ""], ["a"] * 65),
+            "stop_token_ids": (5, "a", ["a"], [True]),
             "cache_salt": (5, ""),
+            "user": (5,),
+            "logit_bias": (5, "x", []),
+            "response_format": (5, "x", [], {}, {"type": "xml"}, {"type": []}),
             "tools": ({}, "x"),
+            "tool_choice": (5, []),
+            "n": ("1", True, 1.5),
         }.items()
         for value in values
     ),
     ({"prompt": "a", "model": "b"}, 404, "does not exist"),
-    ({"prompt": "a" * 115_000}, 413, "Large"),
+    ({"prompt": "a" * 115_000}, 413, "larger"),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of text"),
     ({"messages": ["hi"]}, 400, "role"),
     ({"messages": [{"role": "boss", "content": "hi"}]}, 400, "role"),
     *(
         ({"messages": [{"role": "user", "content": content}]}, 400, "content")
-        for content in (None, 0, {}, [], [5])
+        for content in (None, 0, False, {}, [], [5], [{"type": [], "text": "a"}])
     ),
+    ({"messages": [{"role": "assistant", "content": 0}]}, 400, "content"),
 ]
 
 
@@ -176,16 +195,40 @@ def tool(name, *words):
 TALK = [{"role": "user", "content": STORY}]
 
 
+NAMED_F = {"type": "function", "function": {"name": "f"}}
+
+
 @pytest.mark.parametrize(
-    ("param", "value"),
+    ("param", "more"),
     [
-        *(("truncate_prompt_tokens", 16), ("logprobs", True), ("logprobs", 0), ("best_of", 2)),
-        *(("echo", True), ("documents", [{"text": "a"}]), ("chat_template", "{{ messages }}")),
+        *(
+            (name, {name: value})
+            for name, value in {
+                "truncate_prompt_tokens": 16,
+                "logprobs": True,
+                "prompt_logprobs": 0,
+                "echo": True,
+                "documents": [{"text": "a"}],
+                "functions": [{"name": "f"}],
+                "function_call": "auto",
+                "chat_template": "{{ messages }}",
+                "continue_final_message": True,
+                "return_token_ids": True,
+                "include_stop_str_in_output": True,
+                "use_beam_search": True,
+                "best_of": 2,
+            }.items()
+        ),
+        ("logprobs", {"logprobs": 0}),
+        *(("tool_choice", {"tool_choice": choice}) for choice in ("required", "auto", NAMED_F)),
+        ("tool_choice", {"tool_choice": "some", "tools": [tool("f")]}),
+        ("tool_choice", {"tool_choice": NAMED_F, "tools": [tool("g")]}),
+        *(("tools", {"tools": [one]}) for one in (5, {}, {"function": {}}, {"function": "f"})),
     ],
 )
-def test_what_would_change_the_numbers_is_refused_by_its_field(param, value):
+def test_what_would_change_the_numbers_is_refused_by_its_field(param, more):
     with pytest.raises(BadRequest) as caught:
-        read_request({"messages": TALK, param: value}, True, ["m"], 4096)
+        read_request({"messages": TALK, **more}, True, ["m"], 4096)
     assert caught.value.param == param and caught.value.status == 400
 
 
@@ -501,3 +544,112 @@ def test_a_server_has_the_cache_and_the_names_of_its_description():
     assert reply.error == "" and reply.tokens == 3
     assert 'block_size="32",num_gpu_blocks="256"' in metrics
     assert 'model_name="llama"' in metrics
+
+
+def deflate(data, bits):
+    stream = zlib.compressobj(wbits=bits)
+    return stream.compress(data) + stream.flush()
+
+
+@pytest.mark.parametrize(("encoding", "bits"), [("gzip", 31), ("deflate", 15), ("deflate", -15)])
+def test_no_more_of_a_body_is_inflated_than_it_may_have(encoding, bits):
+    good, bomb = deflate(b"a" * 1000, bits), deflate(bytes(64 << 20), bits)
+    assert inflate(good, encoding, 1000) == b"a" * 1000
+    cases = (good, 999, 413), (bomb, 1000, 413), (good[:-1], 1000, 400), (b"", 1000, 400)
+    for data, most, status in (*cases, (good + good, 1000, 400), (b"\x08" + good, 1000, 400)):
+        tracemalloc.start()
+        with pytest.raises(BadRequest) as caught:
+            inflate(data, encoding, most)
+        assert caught.value.status == status
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+
+
+SECRET = b"SECRET"
+GZIP = gzip.compress(b'{"prompt": "a", "max_tokens": 2}')
+
+
+def request(body, *headers, line=b"POST /v1/completions"):
+    lines = [line + b" HTTP/1.1", b"Host: x", b"Authorization: Bearer SECRET", *headers]
+    return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
+
+
+WIRE = {
+    "long header": (request(b"", b"X-Key: " + 1400 * SECRET), 431),
+    "long line": (request(b"", line=b"GET /" + 1400 * SECRET), 431),
+    "many headers": (request(b"", *(b"X-%d: SECRET" % k for k in range(300))), 400),
+    "no header": (request(b"", b"Authorization Bearer SECRET"), 400),
+    "no chunk": (request(b"", b"Transfer-Encoding: chunked") + b"SECRET\r\n", 400),
+    "no page": (request(b"", line=b"GET /SECRET"), 404),
+    "no such method": (request(b"", line=b"GET /v1/completions"), 405),
+    "expectation": (request(b"{}", b"Expect: SECRET"), 417),
+    "gzip": (request(GZIP, b"Content-Encoding: gzip"), 200),
+    "brotli": (request(b"x", b"Content-Encoding: br"), 415),
+    "no gzip": (request(SECRET + GZIP, b"Content-Encoding: gzip"), 400),
+    "corrupt deflate": (request(SECRET, b"Content-Encoding: deflate"), 400),
+    "long gzip": (request(gzip.compress(bytes(9 << 20)), b"Content-Encoding: gzip"), 413),
+}
+
+
+def test_every_answer_has_openais_form_and_nothing_of_the_request(caplog):
+    async def answer(port, data):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])
+        body = await reader.readexactly(length)
+        writer.close()
+        return head, body
+
+    async def run():
+        fleet = SimulatedFleet([spec()], speed=20.0)
+        async with fleet:
+            found = {name: await answer(fleet.servers[0].port, d) for name, (d, _) in WIRE.items()}
+        return found
+
+    for name, (head, body) in asyncio.run(run()).items():
+        status = WIRE[name][1]
+        assert int(head.split()[1]) == status, name
+        assert b"content-type: application/json" in head.lower() and SECRET not in head + body
+        if status != 200:
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    assert "SECRET" not in caplog.text
+
+
+def test_headers_that_do_not_come_end_the_connection(monkeypatch):
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
+
+    async def scenario(session, server):
+        task = await begun(session, server, 300)  # a request that is under way stays
+        monkeypatch.setattr(server_module, "HEADERS_S", 0.1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost:")
+        assert await reader.read() == b""
+        writer.close()
+        return await task
+
+    assert served(scenario, speed=1.0).error == ""
+
+
+def test_nothing_of_a_request_is_logged(monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("SECRET")
+
+    async def scenario(session, server):
+        await post(session, completions(server), b'{"SECRET"')
+        monkeypatch.setattr(server_module, "read_request", fails)
+        async with session.post(completions(server), data=b"{}") as response:
+            return response.status, await response.text()
+
+    status, text = served(scenario)
+    assert status == 500 and "SECRET" not in text
+    assert "SECRET" not in caplog.text
+    assert "a request failed: RuntimeError at" in caplog.text
+
+
+@pytest.mark.parametrize("named", [["--card", "h100"], ["--profile", "h100-llama-3.1-8b"]])
+def test_servers_of_a_told_engine(named, tmp_path):
+    words = [*named, "--model", "llama-3.1-8b", "--engine", "vllm@0.11"]
+    (spec,) = command._specs(command._parser().parse_args(words), tmp_path)
+    assert load(spec.profile).host == engine_host("vLLM", "0.11")

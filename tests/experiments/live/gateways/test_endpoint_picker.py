@@ -92,7 +92,6 @@ def test_one_request_from_its_headers_to_its_end(mode, trailers):
 
 def test_bodies_that_are_long_without_end_hidden_or_missing(monkeypatch):
     monkeypatch.setattr(endpoint_picker, "MAX_BODY_BYTES", 300_000)
-    monkeypatch.setattr(endpoint_picker, "READ_BYTES", 100_000)
 
     async def scenario(gate, channel):
         exchange = Exchange(channel, BodyMode.NONE)  # the gateway does not show answers

@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 import time
+import tracemalloc
 import types
 from dataclasses import replace
 
@@ -344,3 +345,43 @@ def test_what_no_gateway_can_serve_is_refused_before_files_are_written(tmp_path)
         command.main(["litellm", fleet(tmp_path, profile="")])
     with pytest.raises(ValueError, match="'e0' has no port"):
         command.main(["litellm", fleet(tmp_path, port=0)])
+
+
+def test_an_answer_of_one_long_line_is_read_once_and_not_kept():
+    gate = gate_with()
+    ticket = gate.enter(CHAT)
+    answer = Answer(ticket, "text/event-stream")
+    tracemalloc.start()
+    for _ in range(900):
+        answer.feed(b"x" * 10_000)
+    assert tracemalloc.get_traced_memory()[1] < 4 * gate_module.MAX_ANSWER_BYTES
+    tracemalloc.stop()
+    answer.feed(b"\ndata: " + TOKEN[:9])
+    answer.feed(TOKEN[9:] + b"\r\n\r\ndata: [DONE]\r\n\r\n")
+    assert (ticket.tokens, answer.done) == (1, True)
+    answer.end()
+    assert gate.router.counters.finished == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "client"),
+    [
+        ('event: error\ndata: {"type": "error", "error": {"type": "overloaded_error"}}', False),
+        ('event: error\ndata: {"error": {"type": "invalid_request_error"}}', True),
+        ('data: {"type": "error", "error": {"type": "api_error"}}', False),
+        ('data: {"type": "error", "code": "rate_limit_exceeded", "message": "later"}', True),
+        ('data: {"type": "response.failed", "response": {"error": {"code": "x"}}}', False),
+        ('data: {"type": "message_start", "message": {"usage": {"output_tokens": 0}}}', None),
+        ('data: {"type": "response.created", "response": {"error": null}}', None),
+    ],
+)
+def test_errors_in_streams_of_other_protocols(event, client):
+    gate = gate_with()
+    for _ in range(24):
+        ticket = gate.enter(CHAT, completion=False)
+        answer = Answer(ticket, "text/event-stream")
+        answer.feed(event.encode() + b"\n\n")
+        assert answer.done == (client is not None)
+        answer.end()
+    assert gate.status()["server_failures"] == (24 if client is False else 0)
+    assert gate.router.counters.failed == (0 if client is None else 24)
