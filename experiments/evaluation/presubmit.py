@@ -51,6 +51,10 @@ ENV_ID = "servegym/PrefixRouting-v1"
 GIE = "gie-709"
 KV_RATES = {50: 225.0, 60: 260.0, 70: 290.0, 80: 315.0, 90: 345.0, 100: 385.0}
 """Share of the KV memory in use (%) -> requests/s of ``gie-709``: where `llm_d` has it."""
+FULL = (
+    "With the KV memory full, a router can gain attainment by giving one replica up to requests "
+    "that fail anyway: look at the lower rates, too."
+)
 SHARES = (0.8, 1.0, 1.15)
 """Of a scenario's own rate, for the others."""
 RATES: dict[str, tuple[float, ...]] = {
@@ -265,7 +269,8 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
         line += [f"{row['attainment']:.3f}", _gain(row)]
         line += ["" if latency is None else f"{1e3 * latency:.1f}", ratio, str(row["episodes"])]
         cells.append(line)
-    notes = []
+    full = KV_RATES[100] if shares else math.inf
+    notes = [FULL] if any(row["rate"] >= full and row["gain_low"] > 0.0 for row in rows) else []
     timed = [row for row in rows if "decision_s" in row]
     if timed:
         mean = 1e3 * np.mean([row["decision_s"] for row in timed])
