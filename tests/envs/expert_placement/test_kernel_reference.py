@@ -340,6 +340,19 @@ def test_a_remote_call_by_hand(messages):
     assert sim.latencies()[0] == pytest.approx(want, rel=1e-12)
 
 
+def test_a_queue_behind_the_staging_does_not_count():
+    """The nearer of two GPUs is busy until the call's data are on it."""
+    model = small_model(layers=1, experts=2, top_k=1, base=0.05, token=0.0, dense=0.0)
+    far = [[0.0, 0.01, 0.02], [0.01, 0.0, 0.02], [0.02, 0.02, 0.0]]
+    links = {"nic_bps": 1e9, "latency_s": np.array(far), "pcie_latency_s": 0.04}
+    cluster = build_cluster(sizes=model, gpus=(1, 1, 1), slots=(1, 1, 1), **links)
+    sim = Simulator(cluster, one_prompt(cluster, 1, [(1,)]))
+    requests = requests_at([0.0, 0.0], home=np.array([1, 0]))
+    sim.begin(requests, np.array([[[1, 0]], [[0, 1]], [[0, 1]]], np.uint8))
+    sim.run()
+    assert sim.latencies()[1] == pytest.approx(0.01 + 0.04 + 0.05 + 0.04 + 0.01, abs=5e-3)
+
+
 def two_servers(layers=2, top_k=1, **options):
     """Two servers of one GPU, 8 Mbit/s one way and 4 the other, 0.5 s latency, 0.1 s a message."""
     model = small_model(layers=layers, experts=2, top_k=top_k)

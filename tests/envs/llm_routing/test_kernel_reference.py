@@ -360,7 +360,7 @@ def test_equal_when_iterations_are_planned_ahead():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_equal_when_memory_binds(ahead):
-    assert_equal_under_pressure(20, most=16, ahead=ahead, derandomize=True)
+    assert_equal_under_pressure(40, most=16, ahead=ahead, derandomize=True)
 
 
 @pytest.mark.slow
