@@ -81,14 +81,10 @@ class RunArgs:
 
 
 def grouped_settings(args: Any, size: str) -> dict[str, Any]:
-    """The environment arguments ``set`` of a placement agent, whose rewards are paid by groups.
+    """The arguments ``set`` of a placement agent, which is paid by groups of ``group_size``.
 
-    Args:
-        args: Its arguments.
-        size: The flag that must be a multiple of ``group_size``.
-
-    Raises:
-        ValueError: If it is none, or ``set`` has an argument that belongs to the agent.
+    ``size`` names the flag that must be a multiple of it; ``set`` may hold no argument of the
+    agent.
     """
     whole("group_size", args.group_size, 2)
     if getattr(args, size) % args.group_size:

@@ -68,10 +68,8 @@ def load_snapshot(path: Path, agent: str, args: Any) -> dict[str, Any]:
 def state_of(part: Any) -> Any:
     """What a part of a run is made of, for `save_snapshot`.
 
-    Args:
-        part: What has a ``state_dict``, a generator of numpy, a native vector environment, or an
-            object whose attributes are all of its state. Other vector environments have none: their
-            episodes begin anew in a run that goes on.
+    That has a ``state_dict``, is a generator of numpy or a native vector environment, or an object
+    whose attributes are all of its state. Other vector environments begin their episodes anew.
     """
     if hasattr(part, "state_dict"):
         return part.state_dict()

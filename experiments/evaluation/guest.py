@@ -1,12 +1,8 @@
 """Policies from outside, each in a process of its own that is asked for every decision.
 
-The environment stays in the evaluator's process. A guest's gets copies: the description of the
-system, observations, masks and rewards; its answers are JSON of a bounded length, never unpickled,
-and checked field by field. So what a guest does to modules, random numbers, clocks or arrays does
-not reach the world that it is measured in, and one that hangs, ends or answers nonsense is an error
-that names it.
-
-This is no sandbox: nothing keeps code from what its user may do to files, memory or the network.
+It gets copies, and its answers, JSON of a bounded length, are checked field by field: what it does
+to modules, clocks or arrays does not reach the world that it is measured in. This is no sandbox:
+nothing keeps code from what its user may do to files, memory or the network.
 """
 
 from __future__ import annotations
@@ -318,10 +314,7 @@ def _send(pipe: socket.socket, content: bytes) -> None:
 def _receive(pipe: socket.socket, longest: float = math.inf, deadline: float = math.inf) -> bytes:
     """A message of at most ``longest`` bytes, whole before a ``deadline`` of `time.monotonic`.
 
-    Raises:
-        ValueError: If it is longer; none of it is read.
-        TimeoutError: If it is not whole by then.
-        EOFError: If the other end is closed.
+    ValueError: it is longer, none is read. TimeoutError: not whole by then. EOFError: closed.
     """
     (length,) = _LENGTH.unpack(_read(pipe, _LENGTH.size, deadline))
     if length > longest:

@@ -1,7 +1,6 @@
 """The standard evaluation of every environment family: all policies at the same few points.
 
-A policy is evaluated on the eval split with the evaluator's own seeds, so that all rows are about
-the same episodes; a guest, whose author knows those, gets seeds that nobody knew before.
+All rows are about the evaluator's own seeds; a guest, whose author knows those, gets new ones.
 ``--at-least NAME`` compares policies with a baseline instead, on `ENOUGH` such episodes.
 """
 

@@ -1,17 +1,14 @@
 """A prefix-aware router's pull request against published rules, in minutes and without a GPU.
 
-The policy and the baselines of ``--against`` play the same episodes at several rates, of a
-published scenario or of a fleet and a trace. ``gie-709`` is the simulation that issue 709 of the
-Gateway API inference extension asks for (project kubernetes-sigs/gateway-api-inference-extension):
-six H100 with Llama-3.1-8B, the lengths of ShareGPT's prompts and answers, rates at which 50 to
-100 % of the KV memory is in use, and the normalised time per output token (end-to-end seconds over
-output tokens, the mean over the requests). Of two gateway files the new one is the policy, the old
-one the baseline; it is better where it is worse at no rate and above the old one at one at least.
+The policy and the baselines of ``--against`` play the same episodes at several rates, of a fleet
+and a trace or a published scenario. ``gie-709`` is the simulation that issue 709 of
+kubernetes-sigs/gateway-api-inference-extension asks for; a normalised time is end-to-end seconds
+over output tokens. Of two gateway files the old one is the baseline; the new one is better where it
+is worse at no rate and above the old one at one at least.
 
-A rate passes where `servegym.experiments.evaluation.stats.noninferiority` passes both the paired
-difference in SLO attainment, with ``--margin``, and that of the logarithms of the times, with
-``--margin-time``, and fails where one of the two fails. Else the episodes are doubled, up to
-``--max-episodes``. The episodes are others at every rate; all are drawn from one seed.
+A rate passes where `noninferiority` passes both the paired difference in SLO attainment, with
+``--margin``, and that of the logarithms of the times, with ``--margin-time``, and fails where one
+of the two fails. Else the episodes are doubled, up to ``--max-episodes``.
 """
 
 from __future__ import annotations

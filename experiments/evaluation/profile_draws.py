@@ -1,9 +1,7 @@
 """Does a ranking of policies survive the errors of the profiles it was measured on?
 
-Every profile states bias and standard deviation of the logarithm of true step times over its law's
-(``step_error``). A draw has one factor a card for iterations with prefill and one for decodes
-alone; in it the engines take the drawn times, while policies go on believing the profiles. All
-policies of a draw play the same episodes, so that their differences are paired.
+A draw has one factor a card, of the profile's ``step_error``, for iterations with prefill and one
+for decodes alone. Engines take the drawn times; policies go on believing the profiles.
 """
 
 from __future__ import annotations
@@ -27,11 +25,8 @@ def draw_factors(
 ) -> list[dict[str, list[float]]]:
     """True over stated step times: of each draw ``[prefill, decode]`` by the profile's name.
 
-    Experts of one profile share its factors. Profiles that state no error are left out: they have
-    none by definition (the linear laws of the paper).
-
-    Raises:
-        ValueError: If no profile states an error.
+    Experts of one profile share its factors. Profiles that state no error (the paper's linear laws
+    have none by definition) are left out; ValueError if none states one.
     """
     stated = {profile.name: profile.step_error for profile in profiles if profile.step_error}
     if not stated:
@@ -51,11 +46,9 @@ def draw_factors(
 
 
 def drawn_worlds(env_id: str, env_kwargs: Mapping[str, Any], draws: int) -> list[dict[str, Any]]:
-    """The arguments of an environment in so many worlds drawn from its profiles' errors.
+    """An environment's arguments in so many worlds drawn from its profiles' errors.
 
-    Raises:
-        ValueError: If the family has no hardware profiles, none states an error, or the arguments
-            are not valid.
+    ValueError where no profile of the family states an error.
     """
     family = family_of(env_id)
     if family.name != "llm_routing":
@@ -73,13 +66,10 @@ def evaluate_in(
     policies: Sequence[Any],
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """`servegym.experiments.evaluation.evaluate` in each of `drawn_worlds`.
+    """Rows of `evaluate` in each of `drawn_worlds`, draw after draw, ``profile_draw`` from 0.
 
     Every draw has the episodes of the rows ``plain``, of the profiles as they are. With a guest,
     which may remember those of another draw, each has its own, whose seeds derive from theirs.
-
-    Returns:
-        The rows of `evaluate`, draw after draw, with ``profile_draw`` from 0.
     """
     seed = min(row["seed"] for row in plain)
     apart = any(row["source"] == "guest" for row in plain)

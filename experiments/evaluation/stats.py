@@ -276,15 +276,14 @@ def _crossed(
 ) -> Interval:
     """Interval over the trainings of one or more policies and their shared episodes together.
 
-    Trainings and episodes are crossed: the variance of a mean over both is that of the trainings'
-    part and that of the episodes' part together. The former is the sample variance, since a
-    bootstrap of so few trainings is too narrow; the latter comes from a bootstrap that draws the
-    same episodes for every training of every policy. The half-width is Student's t with
-    Satterthwaite's degrees of freedom: `student_interval` where the episodes do not differ. Noise
-    of the single episode of a training counts in both parts, which errs on the wide side.
+    The variance of a mean over both is that of the trainings' part and that of the episodes' part
+    together: the sample variance, since a bootstrap of so few trainings is too narrow, and a
+    bootstrap that draws the same episodes for every training of every policy. The half-width is
+    Student's t with Satterthwaite's degrees of freedom. Noise of the single episode of a training
+    counts in both parts, which errs on the wide side.
 
-    ``samples`` are the scores ``(trainings, episodes)`` of each policy, of the same episodes;
-    ``combine`` maps each policy's mean statistic to the quantity wanted, also element-wise.
+    ``samples`` are scores ``(trainings, episodes)`` a policy; ``combine`` maps each policy's mean
+    statistic to the quantity wanted, also element-wise.
     """
     counts = [sample.shape[1] for sample in samples]
     if len(set(counts)) > 1:

@@ -1,10 +1,7 @@
 """Tune what a router is set by: a gateway's file on a fleet and a trace, or a rule's parameters.
 
-`Search` is Optuna's NSGA-II with successive halving: candidates play the same episodes side by
-side, and the best third of them further ones, at rates around the knee. The finalists and the file
-as it was are compared on another part of the trace, numbers that give nothing go back, and what is
-left is judged on a third part: beside published rules, on the profiles as they are and in worlds
-drawn from their errors.
+`Search` is Optuna's NSGA-II with successive halving. Finalists are compared on another part of the
+trace, numbers that give nothing go back, and the rest is judged on a third part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The papers' claims against the committed results: ``servegym claims [FAMILY]``.
 
-Each claim reads the CSV that the script of its figure left. `verdicts.judge` judges a figure in
-percent, `verdicts.holds` a claim without one; a gain over a reference that learnt too little is
-*open*, and *elsewhere* marks findings at settings that the paper does not name.
+Each reads the CSV of its figure. A gain over a reference that learnt too little is *open*;
+*elsewhere* marks findings at settings that the paper does not name.
 """
 
 from __future__ import annotations

@@ -105,9 +105,7 @@ def _written(row: Mapping[str, Any]) -> Row:
 def draw(study: Study, *folders: Path) -> bytes | None:
     """The picture of a study as PNG; None if it has none, or if one of its tables has no rows.
 
-    Args:
-        study: The study.
-        *folders: Where its tables are; of a table in several the first counts.
+    The first of ``folders`` that has a table counts.
     """
     if study.picture is None:
         return None

@@ -88,13 +88,9 @@ def _size(*modules: Any) -> int:
 
 
 def profile_router(decisions: int) -> list[dict[str, Any]]:
-    """Parameters of the router's parts and the time of one decision on one core.
+    """Rows of ``component``, ``parameters``, ``p50_ms``, ``p99_ms`` and ``paper``'s numbers.
 
-    Of so many decisions on the observations of one evaluation episode.
-
-    Returns:
-        Rows of ``component``, ``parameters``, ``p50_ms`` and ``p99_ms``, and ``paper``, the paper's
-        numbers.
+    Times are of one decision on one core, of so many on the observations of one episode.
     """
     import torch
 

@@ -134,9 +134,6 @@ def shipped_runs(names: Sequence[str] = ()) -> list[TrainedRun]:
     """The checkpoints that come with the package, or some; they serve every fleet that they can.
 
     Without those that were trained on drawn fleets, at no rate of their own.
-
-    Raises:
-        ValueError: If a name is unknown.
     """
     from servegym.agents import load_policy
     from servegym.agents.lib.checkpoint import shipped
@@ -238,14 +235,11 @@ def measure(
 def over_rivals(
     name: str, named: Mapping[str, Mapping[str, Any]], qos: Mapping[str, Sequence[Sequence[float]]]
 ) -> dict[str, Any]:
-    """Changes of a policy's QoS over its strongest rivals in a setting, percent.
+    """Changes of a policy's QoS over its strongest rivals in a setting, percent, with intervals.
 
-    From the rows of the setting by policy, and its QoS by policy, training and episode.
-
-    Returns:
-        ``rival`` and ``over_rival_pct`` with its interval (`relative_change`) for the strongest of
-        the paper's baselines, ``state_rival`` and so on for the strongest that reads Baseline RL's
-        state; ``none`` and NaN for heuristics and rivals and where there is no rival.
+    ``rival`` and ``over_rival_pct`` are for the strongest of the paper's baselines, ``state_rival``
+    and so on for the strongest that reads Baseline RL's state; ``none`` and NaN for heuristics and
+    rivals and where there is no rival.
     """
     row: dict[str, Any] = {}
     for key, rival in (
