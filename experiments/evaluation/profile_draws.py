@@ -20,9 +20,7 @@ from servegym.experiments.evaluation.reporting import report_of
 from servegym.hardware_profiles import Profile
 
 
-def draw_factors(
-    profiles: Sequence[Profile], draws: int, seed: int = 0
-) -> list[dict[str, list[float]]]:
+def draw_factors(profiles: Sequence[Profile], draws: int) -> list[dict[str, list[float]]]:
     """True over stated step times: of each draw ``[prefill, decode]`` by the profile's name.
 
     Experts of one profile share its factors. Profiles that state no error (the paper's linear laws
@@ -34,7 +32,7 @@ def draw_factors(
         raise ValueError(f"profile_draws={draws}, but no profile states a step_error: {names}")
     every = []
     for draw in range(draws):
-        rng = np.random.default_rng([seed, draw])
+        rng = np.random.default_rng([0, draw])
         factors = {}
         for name, error in sorted(stated.items()):
             factors[name] = [
@@ -86,14 +84,10 @@ def ranking(
 ) -> list[dict[str, Any]]:
     """How often each policy stays ahead of the next, and by how much.
 
-    The rows of `evaluate`, on the profiles as they are, give the order; ``drawn`` are those of
-    `evaluate_in`.
-
-    Returns:
-        One row for every policy but the last, best first: ``policy``, ``next``, ``difference`` of
-        the means on the profiles as they are (positive: ahead), ``share_ahead`` of the draws with a
-        positive one, and ``low`` and ``high``, the 95 % interval of the difference over draws and
-        episodes: each resample takes a draw, and in it episodes with replacement.
+    A row for every policy but the last, best first on the ``rows`` of the profiles as they are:
+    ``policy``, ``next``, ``difference`` of the means there (positive: ahead), ``share_ahead`` of
+    the draws with a positive one, and ``low`` and ``high``, the 95 % interval of the difference
+    over draws and episodes: each resample takes a draw, and in it episodes with replacement.
     """
     report = report_of(family_of(rows[0]["env_id"]))
     sign = 1.0 if report.higher_is_better else -1.0

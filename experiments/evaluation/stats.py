@@ -207,14 +207,11 @@ def noninferiority(
     return Interval(value, low, high), verdict
 
 
-def over_trainings(
-    scores: Sequence[ArrayLike], reference: ArrayLike | None = None, statistic: Statistic = iqm
-) -> Interval:
+def over_trainings(scores: Sequence[ArrayLike], statistic: Statistic = iqm) -> Interval:
     """A statistic of the episodes of one training, or its mean over several.
 
     Args:
         scores: For each training the scores of the same episodes, shape ``(episodes,)``.
-        reference: Scores of a reference on these episodes; then the differences to it count.
         statistic: Of the episodes of one training.
 
     Returns:
@@ -225,36 +222,25 @@ def over_trainings(
     Raises:
         ValueError: If there are no scores or the shapes differ.
     """
-    base = 0.0 if reference is None else _scores(reference, "reference")
-    gains = _by_training(scores, "scores") - base
-    if len(gains) == 1:
-        return stratified_bootstrap(gains[0], statistic)
-    return _crossed([gains], lambda mean: mean, statistic)
+    rows = _by_training(scores, "scores")
+    if len(rows) == 1:
+        return stratified_bootstrap(rows[0], statistic)
+    return _crossed([rows], lambda mean: mean, statistic)
 
 
-def relative_change(
-    scores: Sequence[ArrayLike], reference: Sequence[ArrayLike], statistic: Statistic = iqm
-) -> Interval:
-    """Change of the mean statistic from the trainings of one policy to those of another, percent.
+def relative_change(scores: Sequence[ArrayLike], reference: Sequence[ArrayLike]) -> Interval:
+    """Change of the mean IQM from the trainings of one policy to those of another, percent.
 
-    The ratio of the mean statistics, whose interval is made of the logarithms. The trainings are
-    independent, the episodes are the same.
-
-    Args:
-        scores: For each training the scores of the same episodes, shape ``(episodes,)``.
-        reference: The same of the reference; a heuristic has one entry.
-        statistic: Of the episodes of one training.
-
-    Returns:
-        The change and its interval over trainings and episodes together, as far as there are
-        several of them; NaN ends where a mean statistic is not positive.
+    Both have the scores ``(episodes,)`` of the same episodes for each independent training, a
+    heuristic of one. The interval, over trainings and episodes together as far as there are several
+    of them, is made of the logarithms; NaN ends where a mean IQM is not positive.
 
     Raises:
         ValueError: If there are no scores or the numbers of episodes differ.
     """
     samples = [_by_training(scores, "scores"), _by_training(reference, "reference")]
     with np.errstate(divide="ignore", invalid="ignore"):
-        logarithms = _crossed(samples, lambda own, other: np.log(own) - np.log(other), statistic)
+        logarithms = _crossed(samples, lambda own, other: np.log(own) - np.log(other), iqm)
     return Interval(*(100 * float(np.expm1(end)) for end in logarithms))
 
 
