@@ -214,11 +214,9 @@ class ModelShape:
         return round(total + 2.0 * (self.embedding_parameters + self.small_parameters))
 
     def facts(self, value_bytes: int = 2, kv_heads: int | None = None) -> dict[str, Any]:
-        """The field ``model`` of a profile, with weights in 16 bits.
+        """The field ``model`` of a profile, with weights in 16 bits and ``value_bytes`` of a key.
 
-        Args:
-            value_bytes: of a key or value.
-            kv_heads: KV heads in memory, copies of each where cards hold more; by default its own.
+        ``kv_heads`` are those in memory, with copies where cards hold more; by default its own.
         """
         kv_heads = self.kv_heads if kv_heads is None else kv_heads
         return {

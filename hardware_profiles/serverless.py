@@ -206,9 +206,5 @@ _GRIDS: dict[str, tuple[Grid, Grid]] = {
 
 
 def memory_grids(model: str) -> tuple[Grid, Grid]:
-    """Memory specifications of the main and of the remote functions, DeepSeek-V2-Lite's if unknown.
-
-    Args:
-        model: its name.
-    """
+    """Memory specifications of main and remote functions, DeepSeek-V2-Lite's if unknown."""
     return _GRIDS.get(model, _GRIDS["deepseek-v2-lite"])

@@ -54,11 +54,7 @@ class RunArgs:
     same arguments; the log is that of a run without the stop"""
 
     def check(self) -> None:
-        """Refuse a number that is out of bounds, as a training does before it begins.
-
-        Raises:
-            ValueError: Naming the flag.
-        """
+        """Refuse a number out of bounds, by its flag, as a training does before it begins."""
         if self.run_name and (self.run_name == ".." or Path(self.run_name).name != self.run_name):
             raise ValueError(f"run_name: got {self.run_name!r}; it must name one folder in out_dir")
         hints = get_type_hints(type(self), include_extras=True)

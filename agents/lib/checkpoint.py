@@ -194,8 +194,7 @@ def checksum(meta: Mapping[str, str], weights: Mapping[str, Any]) -> str:
 def read_content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Metadata and weights of a checkpoint or a snapshot.
 
-    Raises:
-        ValueError: If they are not what was written, by its checksum; older files have none.
+    ValueError if they are not what was written, by its checksum; older files have none.
     """
     from safetensors import safe_open
 

@@ -42,11 +42,7 @@ def save_snapshot(path: Path, agent: str, args: Any, content: Mapping[str, Any])
 
 
 def load_snapshot(path: Path, agent: str, args: Any) -> dict[str, Any]:
-    """The content of a snapshot.
-
-    Raises:
-        ValueError: If it is damaged, of another agent, or of a run with other arguments.
-    """
+    """The content of a snapshot; ValueError if it is damaged or of another agent or arguments."""
     try:
         meta, tensors = read_content(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -85,8 +81,7 @@ def state_of(part: Any) -> Any:
 def restore_state(part: Any, state: Any) -> None:
     """Put back what `state_of` gave of a part made with the same arguments; environments are reset.
 
-    Raises:
-        ValueError: If the state is of another version.
+    ValueError if the state is of another version.
     """
     if hasattr(part, "load_state_dict"):
         part.load_state_dict(state)

@@ -158,8 +158,7 @@ class GuestPolicy(EvaluatedPolicy):
     def _take(self, said: Mapping[str, Any]) -> None:
         """Take the fields of `_SAID`, all checked, and nothing else: ``source`` is not its to say.
 
-        Raises:
-            PolicyError: If a field is missing, unknown or of another type.
+        PolicyError if a field is missing, unknown or of another type.
         """
         for field in {**said, **_SAID}:
             if field not in _SAID or not _SAID[field](said.get(field)):
@@ -294,10 +293,9 @@ def _folder_of_compiled_code() -> str:
 
 
 def _array(said: Any, space: Any) -> NDArray[Any]:
-    """A part of an action from its shape and its numbers, which are integers or floats by space.
+    """A part of an action from its shape and its numbers, integers or floats by the space.
 
-    Raises:
-        TypeError, ValueError, OverflowError: If it is no such part.
+    TypeError, ValueError or OverflowError if it is no such part.
     """
     shape, numbers = said
     whole = np.issubdtype(space.dtype, np.integer)

@@ -170,11 +170,7 @@ def _processor_s() -> float:
 
 
 def read_board(path: Path) -> list[dict[str, Any]]:
-    """The saved rows, numbers as numbers; empty if there is no file.
-
-    Raises:
-        MalformedFileError: The file is no such table.
-    """
+    """The saved rows, numbers as numbers; MalformedFileError for another table, empty for none."""
     if not path.exists():
         return []
     rows = [{k: v for k, v in row.items() if v != ""} for row in read_rows(path)]
@@ -389,11 +385,7 @@ def _merged(
 
 
 def _chosen_points(args: argparse.Namespace) -> list[Point]:
-    """The points of the command line, all names checked.
-
-    Raises:
-        ValueError: If a name is unknown, or means nothing at one of the points.
-    """
+    """The points of the command line; ValueError for a name that means nothing at one of them."""
     by_name = {point.name: point for point in POINTS}
     points = [by_name[choose("point", name, by_name)] for name in args.point or by_name]
     if args.point is None:  # policies of one family are compared at the points of that family

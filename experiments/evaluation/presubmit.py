@@ -236,11 +236,7 @@ def _answer(rows: Sequence[Row]) -> str:
 
 
 def _rates_of(files: Sequence[str], fleet: Mapping[str, Any], workers: Workers) -> list[float]:
-    """Rates below, at and above the knee of a fleet for gateways' files.
-
-    Raises:
-        ValueError: If there is no such file.
-    """
+    """Rates below, at and above the knee of a fleet for gateways' files; ValueError for no file."""
     targets = [GatewayTarget(read_gateway_file(file), fleet) for file in files]
     if not targets:
         raise ValueError("--rates: give requests/s; the knee is found for gateways' files only")

@@ -328,11 +328,7 @@ def add_fleet_options(parser: argparse.ArgumentParser) -> None:
 
 
 def fleet_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The environment's arguments from those of the command line.
-
-    Raises:
-        ValueError: Naming a card that is unknown, or what is missing.
-    """
+    """The environment's arguments from a command line; ValueError for what is wrong."""
     arguments = parse_settings(options.set)
     if bool(options.cards) != bool(options.model):
         raise ValueError("give --cards and --model together")

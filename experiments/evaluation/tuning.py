@@ -93,8 +93,7 @@ class Search:
     def generations(self, seconds: float) -> Iterator[tuple[float, int, float]]:
         """Search until so many seconds are spent, and a generation at least.
 
-        Yields:
-            After every generation seconds spent, candidates so far and the best one's value.
+        Yields seconds spent, candidates so far and the best one's value after every generation.
         """
         while self.spent < seconds or not self.best(1):
             begin = time.monotonic()
@@ -341,11 +340,7 @@ def _report(
 
 
 def _targets(name: str | None, options: argparse.Namespace) -> list[Target]:
-    """What the command's argument names.
-
-    Raises:
-        ValueError: If it is no file and no rule, or the file cannot be used.
-    """
+    """What the command's argument names; ValueError if it is neither a rule nor a good file."""
     arguments = fleet_arguments(options)
     if "split" in arguments:
         raise ValueError("--set split: each step plays a part of its own; leave it out")

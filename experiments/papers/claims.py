@@ -33,11 +33,7 @@ TITLES = {family.group: family.heading for family in FAMILIES}
 
 
 def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
-    """The findings of a claim in the committed results; one open finding where there are none.
-
-    Raises:
-        MalformedFileError: The table is damaged.
-    """
+    """The findings of a claim in the committed results; one open finding where there are none."""
     path = folder / claim.family / f"{claim.source}.csv"
     if not path.exists():
         return [Finding("", "not measured here", "open")]
@@ -67,11 +63,7 @@ HEADINGS = ("where", "claim", "the paper", "setting", "here", "verdict")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line; see ``servegym claims --help``.
-
-    Raises:
-        ValueError: If a family is unknown.
-    """
+    """Command line; see ``servegym claims --help``."""
     parser = command_parser("claims")
     parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
     names = parser.parse_args(argv).family

@@ -1,8 +1,7 @@
 """What predictions are worth to routers, and what a decision costs (Fig. 18, Table II).
 
-``python -m servegym.experiments.papers.routing.learning --checkpoints runs/learning`` plays the
-trainings below that folder. Without ``--checkpoints``: the heuristics and the shipped routers under
-the predictors of Fig. 18, and Table II.
+``--checkpoints runs/learning`` plays the trainings below that folder. Without: the heuristics and
+the shipped routers under the predictors of Fig. 18, and Table II.
 """
 
 from __future__ import annotations

@@ -96,13 +96,10 @@ class Options(study.Options):
 
 
 def find_runs(folder: Path) -> list[TrainedRun]:
-    """The trainings below a folder: every folder with a checkpoint.
+    """The trainings below a folder, which must exist: every folder with a checkpoint.
 
     Their labels say the agent and what is unusual about the training's environment: its number of
     experts, a range of requirements L, or predictions that it did without.
-
-    Raises:
-        ValueError: If the folder does not exist.
     """
     if not folder.is_dir():
         raise ValueError(f"checkpoints is {str(folder)!r}, which is no folder")
@@ -192,14 +189,8 @@ def measure(
     The interval of a heuristic, or of a router trained once, is over episodes; that of a router
     trained with several seeds is over trainings and episodes together. ``interval_over`` says
     which; rows of earlier routers have intervals over ``trainings`` alone. For the rest see
-    `over_rivals`.
-
-    Args:
-        options: The command line.
-        at: Columns that identify the setting, put first in every row; ``_env``, which is not
-            written, are the arguments of the environment.
-        policies: Registered names and trained routers; those that cannot serve so many experts are
-            left out.
+    `over_rivals`. Columns ``at`` are put first in every row, but ``_env``, the arguments of the
+    environment. Routers that cannot serve so many experts are left out.
     """
     from servegym.agents import load_policy
     from servegym.baselines.llm_routing.system import RoutingSystem
