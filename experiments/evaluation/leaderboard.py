@@ -1,7 +1,7 @@
 """The standard evaluation of every environment family: all policies at the same few points.
 
-All rows are about the evaluator's own seeds; a guest, whose author knows those, gets new ones.
-``--at-least NAME`` compares policies with a baseline instead, on `ENOUGH` such episodes.
+All rows are of the same episodes, of the evaluator's seeds; a guest, whose author knows those, gets
+new ones. ``--at-least NAME`` compares policies with a baseline instead, on `ENOUGH` such.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Kernel times of a model shape on this machine's GPU, through torch and with random weights.
 
-Products and attention are torch's own, element-wise operations are fused by `torch.compile`. A
-point is a CUDA graph replayed between two events, without launch gaps, as an engine's; weights and
-caches in turn exceed the L2 cache. ``layer.csv`` has whole layers beside their parts. On a
-processor nothing is fused, and a layer is run as one.
+It writes ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` as ``servegym calibrate`` reads
+them, and its other files. Products and attention are torch's own, element-wise operations are fused
+by `torch.compile`. A point is a CUDA graph replayed between two events, without launch gaps, as an
+engine's; weights and caches in turn exceed the L2 cache. ``layer.csv`` has whole layers beside the
+sums of their parts. On a processor nothing is fused, and a layer is run as one.
 """
 
 from __future__ import annotations

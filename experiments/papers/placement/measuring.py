@@ -141,12 +141,22 @@ def drive(
 ) -> tuple[PlacementEpisode, list[dict[str, float]]]:
     """Run one episode and look at it several times an epoch, between decisions.
 
-    Without the last four arguments it is the episode that `evaluate` runs with this seed: other
-    ``requests`` or ``history`` (N, L, E) than the environment draws, counts before the start of all
-    servers together, as from a data set without the servers of its requests, or the first decision
-    alone. Returns the system at its end, and per look ``start_s``, ``end_s``, tokens and calls
-    served here and elsewhere since the look before, and ``adopted``, whether a change was at its
-    start.
+    Without the last four arguments it is the episode that `evaluate` runs with this seed.
+
+    Args:
+        kwargs: Arguments of the environment.
+        policy: A registered name.
+        seed: Seed of the episode.
+        slices: Looks an epoch.
+        requests: Makes other requests than the environment draws.
+        pooled_start: Whether the counts before the start are those of all servers together, as
+            from a data set without the servers of its requests.
+        static: Whether only the first decision counts.
+        history: (N, L, E) other counts before the start.
+
+    Returns:
+        The system at its end, and per look ``start_s``, ``end_s``, tokens and calls served here and
+        elsewhere since the look before, and ``adopted``, whether a change was adopted at its start.
     """
     problem = build_problem(**{"split": "eval", **kwargs, "action_mode": "placement"})
     described = PlacementSystem.from_problem(problem)
