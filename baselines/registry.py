@@ -33,7 +33,7 @@ class PolicyInfo:
 
 
 _INFO: dict[tuple[str, str], PolicyInfo] = {}
-_FACTORY: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Policy] | None]] = {}
+_FACTORY: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def register_policy(
@@ -44,7 +44,6 @@ def register_policy(
     family: str = "llm_routing",
     clairvoyant: bool = False,
     aliases: tuple[str, ...] = (),
-    wrapper: Callable[..., Policy] | None = None,
 ) -> None:
     """Add a policy under its name and aliases.
 
@@ -55,8 +54,6 @@ def register_policy(
         family: The environment family.
         clairvoyant: Whether it uses what a router cannot know.
         aliases: Other names for it.
-        wrapper: Makes the policy in the place of ``factory``: ``wrapper(factory, system,
-            **kwargs)``.
 
     Raises:
         ValueError: If a name is taken.
@@ -68,7 +65,7 @@ def register_policy(
         alias_of = None if key == name else name
         text = description if alias_of is None else f"alias of {name}: {description}"
         _INFO[family, key] = PolicyInfo(key, text, clairvoyant, family, alias_of)
-        _FACTORY[family, key] = factory, wrapper
+        _FACTORY[family, key] = factory
 
 
 def _load(family: str) -> None:
@@ -111,9 +108,9 @@ def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs
     """
     _load(family)
     choose("policy", name, [policy for registered, policy in _FACTORY if registered == family])
-    factory, wrapper = _FACTORY[family, name]
+    factory = _FACTORY[family, name]
     mapping(f"policy {name!r}", kwargs, _parameters(factory))
-    return factory(system, **kwargs) if wrapper is None else wrapper(factory, system, **kwargs)
+    return factory(system, **kwargs)
 
 
 def _parameters(factory: Callable[..., Any]) -> list[str] | None:

@@ -1,14 +1,8 @@
-"""Speed of every environment and both replay engines, with references of the same run.
+"""Speed of every environment and both replay engines: the table ``bench``.
 
-::
-
-    OMP_NUM_THREADS=1 servegym bench
-
-A speed says more about the machine than about the code, so a row has a reference and the ratio to
-it. Times are processor time of one thread, so that other load on the machine matters less; what is
-compared is timed in turn, and the median counts. Environments have their default arguments, full
-observations that are copied out, and uniform legal actions drawn beforehand; episodes begin anew
-inside the timed part. It writes the table ``bench``.
+``OMP_NUM_THREADS=1 servegym bench``: processor time of one thread, so that other load matters less;
+what is compared with a row's reference is timed in turn, and the median counts. Default arguments,
+copied observations, actions drawn beforehand; new episodes are inside the time.
 """
 
 from __future__ import annotations
@@ -135,10 +129,9 @@ def environment(env_id: str, turn_s: float, repeats: int) -> list[dict[str, Any]
 def replays(requests: int, repeats: int) -> list[dict[str, Any]]:
     """Rows: requests a second of both replay engines, time inside the call.
 
-    ``replay``: Poisson arrivals at 4/s on one replica; prompts log-normal with mean 511, outputs
-    log-normal with mean 124 tokens (shape 1 and 0.8), cut at the 2,048 tokens the profile was
-    measured to. ``replay_prefix``: Mooncake's conversations at the recorded rate in blocks of 512
-    tokens on eight replicas in turn.
+    ``replay``: Poisson arrivals at 4/s on one replica, log-normal prompts (mean 511) and outputs
+    (mean 124 tokens), cut at the profile's 2,048. ``replay_prefix``: Mooncake's conversations at
+    the recorded rate in blocks of 512 tokens on eight replicas in turn.
     """
     rng = np.random.default_rng(0)
 

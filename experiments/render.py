@@ -38,11 +38,7 @@ def render_episode(
 
     ``policy`` is a name, or the path of a checkpoint or of a run's folder, by default the family's
     example; ``steps`` are by default `STEPS`, before a picture `Report.pictured`. ``out`` is a
-    ``.gif`` or ``.mp4`` for all states, a ``.png`` for the last one before the end; None prints
-    text.
-
-    Raises:
-        ModuleNotFoundError: If moviepy, which writes videos, is not installed.
+    ``.gif`` or ``.mp4`` for all states, a ``.png`` for the last one before the end; None: text.
     """
     if out is not None and out.suffix.lower() == ".mp4":
         importlib.import_module("moviepy")  # before any work

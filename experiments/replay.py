@@ -54,9 +54,6 @@ def replayed(
     """`servegym.envs.llm_routing.replay`, and with a prefix cache prefix routing's engine.
 
     Prompts share nothing: what a request finds again are its own blocks, after a preemption.
-
-    Raises:
-        ValueError: A bad argument, or a request that can never fit in the KV cache.
     """
     from servegym.envs.llm_routing import replay  # compiles, and files are quickly refused
     from servegym.envs.llm_routing.trace_replay import check_requests, times_of

@@ -23,11 +23,7 @@ STYLES = ("-", "--", "-.", ":")
 
 
 def read_args(run: Path) -> dict[str, Any]:
-    """What a run trains: ``agent``, ``name``, ``env_id``, ``env_kwargs`` and ``args``, its flags.
-
-    Raises:
-        ValueError: If the folder has no ``args.json`` with an id and arguments.
-    """
+    """What a run trains: ``agent``, ``name``, ``env_id``, ``env_kwargs``, ``args`` (its flags)."""
     try:
         content = json.loads((run / "args.json").read_text(encoding="utf-8"))
         return content | {"env_id": str(content["env_id"]), "env_kwargs": {**content["env_kwargs"]}}
@@ -45,11 +41,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def draw_runs(runs: Sequence[Path]) -> bytes:
-    """A PNG: the evaluations of runs of one family by decisions, the level of its rule dashed.
-
-    Raises:
-        ValueError: If a folder is no run or has no evaluation, or the families differ.
-    """
+    """A PNG: the evaluations of runs of one family by decisions, the level of its rule dashed."""
     from servegym.agents.lib.evaluation import RULES  # needs torch, which a log does not
 
     curves: dict[Path, list[dict[str, Any]]] = {}

@@ -1,9 +1,7 @@
 """Train a router from random weights, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this, about three minutes of two cores. The agent `AGENT` learns in a process of
-its own; this one follows its log and measures the heuristics meanwhile: on the episodes of the
-learning curve, then on those of the evaluation split, which the last policy of the training plays
-in the end. Ctrl-C and SIGTERM are passed on to the training, which saves its policy.
+``make train``: `AGENT` learns in a process of its own while the heuristics are measured, on the
+learning curve's episodes, then the evaluation split's. Ctrl-C is passed on to the training.
 """
 
 from __future__ import annotations
@@ -277,9 +275,7 @@ def plot(curve: Rows, table: Rows) -> bytes:
 def take_folder(out: Path | None, name: str) -> Path:
     """The folder of this run: ``out``, or the first of runs/NAME, runs/NAME_2, ... that is free.
 
-    Raises:
-        ValueError: If ``out`` is not empty.
-        OSError: If the folder cannot be made.
+    ValueError if ``out`` is not empty.
     """
     if out is None:
         numbered = (f"{name}_{k}" if k > 1 else name for k in itertools.count(1))

@@ -19,13 +19,10 @@ from servegym.hardware_profiles import load
 
 
 def warm_family(family: Family) -> float:
-    """Compile the engine and the policies of a family, or load them from the cache on disk.
+    """Compile a family's engine and policies, or load them from the cache; seconds that it took.
 
-    Environments compile when they are made, replays and live engines likewise; the compiled parts
-    of ``baselines/<family>`` are those of its function ``compile_kernels``, if it has one.
-
-    Returns:
-        Seconds that it took.
+    Environments, replays and live engines compile when they are made; the compiled parts of
+    ``baselines/<family>`` are those of its function ``compile_kernels``, if it has one.
     """
     start = time.perf_counter()
     for env_id in family.env_ids:

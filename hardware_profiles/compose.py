@@ -78,18 +78,11 @@ _LONGEST_ITERATION_S = 25.0
 def context_increment_s(
     reference: Profile, rate: float, chunk: float, context: float, heads: int, processors: int
 ) -> float:
-    """Seconds that earlier context adds to a chunk's attention in one layer.
+    """Seconds that ``context`` tokens add to a chunk's attention in one layer.
 
-    Not timed on most cards: the RTX 4090's increment for Llama-3.1-8B times the ratio of the long
-    prompts' rates and of the waves' waste, what the last wave of query blocks leaves unused.
-
-    Args:
-        reference: the profile of that card and model.
-        rate: seconds a (query, key) pair of the card's long prompts.
-        chunk: tokens of the chunk, to 2,048.
-        context: tokens before it.
-        heads: query heads on the card.
-        processors: multiprocessors of the card.
+    Not timed on most cards: the RTX 4090's increment for Llama-3.1-8B (``reference``) times the
+    ratio of the long prompts' rates (seconds a (query, key) pair) and of the waves' waste, what the
+    last wave of query blocks leaves unused on so many ``processors``.
     """
     layers, longest = reference.model["layers"], REFERENCE_LONGEST_CHUNK
     far = float(reference.tables().context_tokens[-1])

@@ -1,8 +1,7 @@
 """Constants fitted to published runs of engines, in one file with the rows that each rests on.
 
-``data/constants.json`` names the part of the runs that its values were fitted to (``part``), the
-commit that froze them before the other part was looked at (``frozen``), and for each constant its
-``value`` and ``rows``.
+``data/constants.json`` names ``part``, the runs they were fitted to, ``frozen``, the commit before
+the other part was looked at, and each constant's ``value`` and ``rows``.
 """
 
 from __future__ import annotations

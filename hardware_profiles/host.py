@@ -1,15 +1,10 @@
 """The host's share of an iteration and of a request: what an engine's CPU adds to the kernels.
 
-Between two iterations the host takes up the sampled tokens, schedules, prepares inputs and launches
-kernels. That takes ``step_s + sequence_s * sequences + token_s * tokens`` seconds, which add to the
-device's; a sequence beyond the 256th takes ``beyond_256_s`` where that is given. They are folded
-into the tables of the law when a profile gives them, so that the engines need to know nothing of
-it.
-
-A client sees more than the engine's clock. HTTP, checks and the queue between the processes take
-``api_in_s`` until a request is with the scheduler; ``api_request_s`` of them are work of the API's
-event loop, which takes one request after another. A token is with the client ``api_out_s`` after
-its iteration. Replays and simulated servers add these times, environments do not.
+Scheduling, input preparation and launches take ``step_s + sequence_s * sequences + token_s *
+tokens`` seconds between two iterations, ``beyond_256_s`` for a sequence beyond the 256th; a
+profile's law has them folded in. A client also waits ``api_in_s`` until a request is with the
+scheduler (``api_request_s`` of it work of the API's event loop, one request after another) and
+``api_out_s`` after an iteration: replays and simulated servers add these, environments do not.
 """
 
 from __future__ import annotations
@@ -37,12 +32,7 @@ def version_numbers(version: str) -> tuple[int, int] | None:
 
 
 def plans_ahead(name: str, version: str) -> bool | None:
-    """Whether an engine plans an iteration while another runs, by default; None if not known.
-
-    Args:
-        name: the engine's; vLLM is known.
-        version: its version, of at least two numbers.
-    """
+    """Whether an engine plans an iteration while another runs, by default; None if not known."""
     numbers = version_numbers(version)
     if name not in _AHEAD_SINCE or numbers is None:
         return None
@@ -66,15 +56,7 @@ def parse_engine(text: str) -> tuple[str, str]:
 
 
 def engine_host(name: str, version: str) -> dict[str, Any]:
-    """The host's share of an engine, as the field ``host`` of a profile.
-
-    Args:
-        name: the engine's; vLLM is known.
-        version: its version, of at least two numbers.
-
-    Returns:
-        The field; empty where nothing is known of the engine.
-    """
+    """The field ``host`` of a profile for an engine; empty where nothing is known of it."""
     ahead = plans_ahead(name, version)
     if ahead is None:
         return {}

@@ -12,13 +12,8 @@ from numpy.typing import ArrayLike
 def along(grid: np.ndarray, values: np.ndarray, x: ArrayLike) -> Any:
     """Piecewise-linear values along the last axis; the outermost slopes hold beyond the grid.
 
-    Args:
-        grid: ``(G,)`` strictly increasing; with one point the values are the same everywhere.
-        values: ``(..., G)``.
-        x: where to evaluate, a number or ``(K,)``.
-
-    Returns:
-        ``(...)`` at a number, a float where no axis is left; ``(..., K)`` at several points.
+    ``grid`` ``(G,)`` is strictly increasing (one point: the same everywhere), ``values`` ``(...,
+    G)``; the result is ``(...)`` at a number, a float where no axis is left, else ``(..., K)``.
     """
     at = np.asarray(x, dtype=np.float64)
     if len(grid) == 1:

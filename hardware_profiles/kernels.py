@@ -1,11 +1,7 @@
 """Kernel times of one card, by shape: what a profile of any model is composed from.
 
-A file ``data/kernels/<card>.json`` holds tables that the project computed from published timings:
-matrix products by (rows, output features, inner features), attention of one prompt by (heads,
-tokens), attention of decodes by (query heads a KV head, KV heads x sequences, context), fused
-mixture-of-experts layers by shape and tokens, all-reduces by bytes, and elementwise ops.
-Times between the points are interpolated linearly in the logarithms; above them they grow in
-proportion to the size, below them they stay, up to :data:`LARGEST_EXTRAPOLATION` times beyond.
+Tables of ``data/kernels/<card>.json`` are interpolated linearly in the logarithms; above their
+sizes times grow in proportion, below they stay, to :data:`LARGEST_EXTRAPOLATION` times beyond.
 """
 
 from __future__ import annotations
@@ -545,14 +541,7 @@ def _read(card: str) -> CardKernels:
 
 
 def load_kernels(card: str) -> CardKernels:
-    """The kernel tables of a card.
-
-    Args:
-        card: a name of :func:`list_cards`, in any case.
-
-    Raises:
-        ValueError: for an unknown card, with the nearest valid name.
-    """
+    """The tables of one of :func:`list_cards`, in any case; ValueError names the nearest."""
     names, card = list_cards(), card.lower()
     if card not in names:
         message = unknown_name("card", card, names)

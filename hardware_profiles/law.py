@@ -1,8 +1,7 @@
 """Latency laws: how long one iteration of a serving engine takes on one device.
 
-The law of a :class:`Profile` is ``linear`` (the estimator form of the routing paper, Eq. 13 and 14,
-with a constant) or ``tabulated`` (times measured on a grid, interpolated linearly); both are
-evaluated through the same :class:`LawTables`. All times are seconds, sizes bytes, lengths tokens.
+A law is ``linear`` (the routing paper's Eq. 13 and 14, with a constant) or ``tabulated``; both are
+evaluated through :class:`LawTables`. Times are seconds, sizes bytes, lengths tokens.
 """
 
 from __future__ import annotations
@@ -366,12 +365,9 @@ class Profile:
     def mixed_step_s(
         self, chunks: Iterable[tuple[float, float]], sequences: float, context_tokens: float
     ) -> float:
-        """:meth:`step_s` with the decodes' attention as it is together with prefill chunks.
+        """`step_s` with the decodes' attention as it is together with prefill chunks.
 
-        Args:
-            chunks: ``(tokens, context)`` of every prefill chunk; at least one.
-            sequences: decoding sequences ``b``, at least one.
-            context_tokens: ``T``, tokens in KV memory summed over the decodes, all as long.
+        There are one chunk and one sequence at least; all contexts are as long.
         """
         parts, t, mean = list(chunks), self.tables(), context_tokens / sequences
         alone = self.decode_attention_s(sequences, mean)

@@ -64,18 +64,10 @@ def load_named(
     prefix: str,
     build: Callable[[Any, str], _T],
 ) -> _T:
-    """Load what ships under a name, or what is at a path.
+    """Load what ships under one of ``names``, ``<prefix><name>.json``, or what is at a path.
 
-    Args:
-        name_or_path: one of ``names``, or a path (anything that ends in ``.json`` or holds a
-            separator).
-        what: what the names are names of, for the message.
-        names: what ships.
-        prefix: the shipped file is ``<prefix><name>.json``.
-        build: makes it of a file's content and name; what ships is made once.
-
-    Raises:
-        ValueError: for an unknown name, or what ``build`` raises.
+    A path ends in ``.json`` or holds a separator; ``what`` the names are names of is for the
+    message. ``build`` makes it of a file's content and name; what ships is made once.
     """
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(f"{what}: got {name_or_path!r}; it must be a name or a path")

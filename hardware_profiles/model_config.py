@@ -1,9 +1,7 @@
 """Shapes of decoder models, read from a Hugging Face ``config.json`` as transformers reads it.
 
-Dense decoders with gated feed-forward layers (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma), the
-two older forms of the fleets (Falcon, ChatGLM) and mixtures of experts (Mixtral, Qwen3-MoE,
-gpt-oss, DeepSeek-V3). A field that is missing or null has the default of its architecture. Configs
-of the models asked for most ship in ``data/models``.
+Dense decoders with gated feed-forward layers, the fleets' older Falcon and ChatGLM, and mixtures of
+experts; a field that is missing or null has the default of its architecture.
 """
 
 from __future__ import annotations
@@ -216,11 +214,9 @@ class ModelShape:
         return round(total + 2.0 * (self.embedding_parameters + self.small_parameters))
 
     def facts(self, value_bytes: int = 2, kv_heads: int | None = None) -> dict[str, Any]:
-        """The field ``model`` of a profile, with weights in 16 bits.
+        """The field ``model`` of a profile, with weights in 16 bits and ``value_bytes`` of a key.
 
-        Args:
-            value_bytes: of a key or value.
-            kv_heads: KV heads in memory, copies of each where cards hold more; by default its own.
+        ``kv_heads`` are those in memory, with copies where cards hold more; by default its own.
         """
         kv_heads = self.kv_heads if kv_heads is None else kv_heads
         return {
@@ -238,15 +234,9 @@ class ModelShape:
 
 
 def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The shape of a decoder model.
+    """The shape of a decoder model by its decoded ``config.json``.
 
-    Args:
-        config: the decoded ``config.json``.
-        name: of the model.
-        where: the file's name, for messages.
-
-    Raises:
-        ValueError: naming the field that is wrong, or the unknown architecture.
+    ``where`` is the file's name; ValueError names it and the field, or the unknown architecture.
     """
     top, places = _flat(Fields(config, where))
     listed = top.get("architectures")
@@ -272,9 +262,7 @@ def _nested(top: Fields) -> list[Fields]:
 def _flat(top: Fields) -> tuple[Fields, list[tuple[Fields, str]]]:
     """The config with its language model's fields at the top, and what says it is quantised.
 
-    Raises:
-        ValueError: naming a nested object that has sizes of another part of the model, or a field
-            that has two values.
+    ValueError: a nested object has sizes of another part, or a field has two values.
     """
     data, places = dict(top.data), []
     sizes = {*_FIELDS, "num_layers", "ffn_hidden_size", *_OLDER}

@@ -1,8 +1,7 @@
 """Times of one mixture-of-experts layer on one card, from the files that ship.
 
-A file ``moe-CARD-MODEL.json`` holds the routed part of the layer in one fused kernel, all experts
-on the card, in seconds by tokens, and the two constants of the small-batch law
-``base_s + active x expert_read_s``.
+``moe-CARD-MODEL.json`` holds seconds by tokens of the routed part in one fused kernel, all experts
+on the card, and the small-batch law ``base_s + active x expert_read_s``.
 """
 
 from __future__ import annotations

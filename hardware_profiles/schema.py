@@ -1,8 +1,7 @@
 """The format of profile files: reading, checking every field, writing.
 
-Files are checked here, in plain Python, when they are loaded: a field that is missing, of the wrong
-type, out of range or in the wrong unit is refused with the file, the field and the reason. All
-times are seconds, all sizes bytes, all lengths tokens.
+A field that is missing, of the wrong type, out of range or in the wrong unit is refused with the
+file, the field and the reason. Times are seconds, sizes bytes, lengths tokens.
 """
 
 from __future__ import annotations
@@ -295,17 +294,9 @@ def check_provenance(fields: Fields) -> None:
 
 
 def check_profile(data: Any, where: str) -> dict[str, Any]:
-    """Check a profile's JSON object.
+    """A copy of a profile's decoded fields but ``format``, checked.
 
-    Args:
-        data: the decoded JSON object.
-        where: the file's name, for error messages.
-
-    Returns:
-        A copy of its fields but ``format``.
-
-    Raises:
-        ValueError: naming ``where``, the field, what was given and what is allowed.
+    ValueError names ``where``, the field, what was given and what is allowed.
     """
     top = Fields(data, where)
 
@@ -340,16 +331,8 @@ def kv_capacity_tokens(
 ) -> int:
     """Tokens that fit in the memory which weights and activations leave, in whole blocks of 16.
 
-    An engine that states ``kv_capacity_tokens`` has those.
-
-    Args:
-        device: ``memory_bytes`` and ``usable_memory_fraction``.
-        model: ``weight_bytes`` and ``kv_bytes_per_token``.
-        engine: ``activation_reserve_bytes``.
-        at: the file and field, for the error message.
-
-    Raises:
-        ValueError: if no block fits.
+    An engine that states ``kv_capacity_tokens`` has those. ``at`` is the file and field, for the
+    ValueError if no block fits.
     """
     if "kv_capacity_tokens" in engine:
         return int(engine["kv_capacity_tokens"]) // BLOCK_SIZE * BLOCK_SIZE

@@ -1,8 +1,6 @@
 """Constants of serverless serving: CPU experts, container starts, model loading, prices.
 
-``load_constants()`` reads what was measured and fitted; the rest is what the serverless
-environments assume, with what it is from.
-
+``load_constants()`` reads what was measured and fitted; the rest is what the environments assume.
 Units: seconds, tokens, MB of 2**20 bytes, GB of 1024 MB, vCPUs, USD.
 """
 
@@ -25,9 +23,8 @@ MB = float(2**20)
 def load_constants() -> dict[str, Any]:
     """What was measured and fitted, as it stands in the file that ships.
 
-    Returns:
-        The parts ``cpu_expert``, ``thread_scaling``, ``container_start``, ``model_load`` and
-        ``prices``, each with its ``kind`` and ``provenance``, and with the errors of its fits.
+    The parts ``cpu_expert``, ``thread_scaling``, ``container_start``, ``model_load`` and
+    ``prices``, each with its ``kind`` and ``provenance``, and with the errors of its fits.
     """
     return read_json(data_path("serverless/constants.json"))
 
@@ -139,26 +136,15 @@ def gpu_profile(
     experts: int,
     top_k: int,
 ) -> GpuProfile:
-    """Times of a block of a model: a chosen profile, or one that follows from a card's laws.
+    """Times of a block of a model: a chosen profile of `GPUS`, or one from a card's laws.
 
     A card's times are those of vLLM's fused kernels, without the launches and the framework that
     ``eager`` has. Routed experts: the card's law of the model's layer where there is one; else
     ``base_s + max(active experts x time to read one, tokens x arithmetic)`` with the numbers of
-    DeepSeek-V2-Lite's law, reading in proportion to the bytes of an expert and arithmetic to the
-    weights that a token uses. Non-expert module: the card's dense law of Llama-3.1-8B in proportion
-    to the bytes, and its attention.
-
-    Args:
-        name: One of `GPUS`.
-        model: Name of the model.
-        non_expert_mb: Mean over its blocks of the weights apart from routed experts.
-        expert_mb: A routed expert.
-        parameters: Weights of a routed expert.
-        experts: Routed experts of a layer.
-        top_k: Experts of a token.
-
-    Raises:
-        ValueError: For an unknown name; the nearest is named.
+    DeepSeek-V2-Lite's law, reading in proportion to the bytes of an expert (``expert_mb``) and
+    arithmetic to its ``parameters`` that a token uses. Non-expert module (``non_expert_mb``, a mean
+    over its blocks): the card's dense law of Llama-3.1-8B in proportion to the bytes, and its
+    attention. ValueError for an unknown name; the nearest is named.
     """
     if name in GPU_PROFILES:
         return GPU_PROFILES[name]
@@ -188,12 +174,9 @@ def gpu_profile(
 
 
 class Fees(NamedTuple):
-    """What a platform bills besides memory and time.
+    """What a platform bills besides memory and time: USD each invocation, and a duration's grain.
 
-    Attributes:
-        invocation_usd: USD for each invocation.
-        granularity_s: Each billed duration is rounded up to a multiple of so many seconds; 0: none
-            is.
+    Each billed duration is rounded up to a multiple of ``granularity_s``; 0: none is.
     """
 
     invocation_usd: float
@@ -223,9 +206,5 @@ _GRIDS: dict[str, tuple[Grid, Grid]] = {
 
 
 def memory_grids(model: str) -> tuple[Grid, Grid]:
-    """Memory specifications of the main and of the remote functions, DeepSeek-V2-Lite's if unknown.
-
-    Args:
-        model: its name.
-    """
+    """Memory specifications of main and remote functions, DeepSeek-V2-Lite's if unknown."""
     return _GRIDS.get(model, _GRIDS["deepseek-v2-lite"])

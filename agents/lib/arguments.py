@@ -54,11 +54,7 @@ class RunArgs:
     same arguments; the log is that of a run without the stop"""
 
     def check(self) -> None:
-        """Refuse a number that is out of bounds, as a training does before it begins.
-
-        Raises:
-            ValueError: Naming the flag.
-        """
+        """Refuse a number out of bounds, by its flag, as a training does before it begins."""
         if self.run_name and (self.run_name == ".." or Path(self.run_name).name != self.run_name):
             raise ValueError(f"run_name: got {self.run_name!r}; it must name one folder in out_dir")
         hints = get_type_hints(type(self), include_extras=True)
@@ -81,14 +77,10 @@ class RunArgs:
 
 
 def grouped_settings(args: Any, size: str) -> dict[str, Any]:
-    """The environment arguments ``set`` of a placement agent, whose rewards are paid by groups.
+    """The arguments ``set`` of a placement agent, which is paid by groups of ``group_size``.
 
-    Args:
-        args: Its arguments.
-        size: The flag that must be a multiple of ``group_size``.
-
-    Raises:
-        ValueError: If it is none, or ``set`` has an argument that belongs to the agent.
+    ``size`` names the flag that must be a multiple of it; ``set`` may hold no argument of the
+    agent.
     """
     whole("group_size", args.group_size, 2)
     if getattr(args, size) % args.group_size:

@@ -1,11 +1,7 @@
 """Checkpoints: writing them, reading them as policies, and the ones that come with the package.
 
-A checkpoint is a safetensors file with the weights, and as metadata the name of the agent that
-wrote it (``agent``), its arguments (``args``, JSON), the ``setting`` of the system that it is for,
-if it is for one, what else the agent needs to rebuild its policy, and a checksum of all that
-(``sha256``). An agent is a file of
-``servegym.agents`` with a function ``load(meta, weights, system)`` that returns a
-`CheckpointPolicy`.
+A safetensors file: weights, and as metadata ``agent``, its ``args`` (JSON), the ``setting`` of its
+system, what ``load(meta, weights, system)`` of that agent needs besides, and a ``sha256``.
 """
 
 from __future__ import annotations
@@ -198,8 +194,7 @@ def checksum(meta: Mapping[str, str], weights: Mapping[str, Any]) -> str:
 def read_content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Metadata and weights of a checkpoint or a snapshot.
 
-    Raises:
-        ValueError: If they are not what was written, by its checksum; older files have none.
+    ValueError if they are not what was written, by its checksum; older files have none.
     """
     from safetensors import safe_open
 
@@ -212,12 +207,7 @@ def read_content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
-    """A metadata field that holds a JSON mapping.
-
-    Raises:
-        KeyError: If the field is missing.
-        ValueError: If it is no JSON mapping.
-    """
+    """A metadata field that holds a JSON mapping; KeyError or ValueError if it does not."""
     try:
         value = json.loads(meta[field])
     except (ValueError, RecursionError) as error:
@@ -228,12 +218,7 @@ def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
 
 
 def saved_args(cls: type, saved: Mapping[str, Any]) -> Any:
-    """Arguments of a training run.
-
-    Args:
-        cls: The agent's `Args`.
-        saved: The metadata field ``args``.
-    """
+    """Arguments of a training run, an agent's ``Args``, from the metadata field ``args``."""
     names = {f.name for f in fields(cls)}
     return cls(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}

@@ -51,16 +51,11 @@ class Workers:
         jobs: Sequence[Sequence[Any]],
         names: Sequence[str] = (),
     ) -> Iterator[tuple[int, Any]]:
-        """Run ``function(*job)`` for every job.
+        """Run ``function(*job)`` for every job; yields index and result as the jobs end.
 
-        Args:
-            function: Importable; changes nothing outside. On a cluster a job whose worker is lost
-                runs again.
-            jobs: The arguments of each call.
-            names: Of the jobs, for errors; by default the function's and a number.
-
-        Yields:
-            The index of a job and its result, in the order in which the jobs end.
+        ``function`` is importable and changes nothing outside: on a cluster a job whose worker is
+        lost runs again. ``names`` of the jobs, for errors, are by default the function's and a
+        number.
         """
         if self.ray is not None and jobs:
             if not self._joined:

@@ -1,9 +1,7 @@
 """Jobs on a Ray cluster: connect or start one, run every job once, survive lost workers.
 
-Ray places a job where a processor is free, and runs the job again elsewhere when its worker or its
-machine goes away. This module adds the choice of the cluster by one word (``--ray WHERE``), the
-check that all machines run the same versions, since only then are results equal, and errors that
-name the failed job.
+To Ray it adds the choice of the cluster by one word (``--ray WHERE``), the check that all machines
+run the same versions, else results differ, and errors that name the failed job.
 """
 
 # Ray is an extra that need not be installed where types are checked.
@@ -34,20 +32,12 @@ COMPARED = ("numpy", "scipy", "numba", "torch")
 
 
 def check_ray(where: str, *modules: str) -> int | None:
-    """Check what ``--ray`` was given, and that Ray is installed; starts nothing.
+    """Check what ``--ray`` was given, and that Ray and its ``modules`` are there; starts nothing.
 
-    Args:
-        where: ``"auto"``, the cluster that runs already (``RAY_ADDRESS``, or one of this machine);
-            ``"local"``, one of this machine's processors for the time of the command; or
-            ``"local:N"`` with N workers.
-        *modules: Parts of Ray that are needed, as in ``"ray.tune"``.
-
-    Returns:
-        The number of workers asked for, if any.
-
-    Raises:
-        ValueError: If it is none of these.
-        ModuleNotFoundError: If Ray or a part of it is missing; says what to install.
+    ``where`` is ``"auto"``, the cluster that runs already (``RAY_ADDRESS``, or one of this
+    machine); ``"local"``, one of this machine's processors for the time of the command; or
+    ``"local:N"`` with N workers, the number that is returned. ModuleNotFoundError says what to
+    install.
     """
     kind, colon, number = where.partition(":")
     count = None
@@ -70,14 +60,9 @@ def check_ray(where: str, *modules: str) -> int | None:
 
 @contextmanager
 def cluster(where: str) -> Iterator[Any]:
-    """Ray, connected; a cluster that was started here ends with the block.
+    """Ray, connected at `check_ray`'s word; a cluster that was started here ends with the block.
 
-    Args:
-        where: See `check_ray`. In a process that is connected already, that cluster is taken by
-            ``"auto"``.
-
-    Raises:
-        ValueError: If ``where`` is not valid, or there is no such cluster.
+    In a process that is connected already, ``"auto"`` takes that cluster.
     """
     requested = check_ray(where)
     # No report of the use goes out, and the workers get the share of the processors that this
@@ -134,17 +119,10 @@ def run_jobs(
 ) -> Iterator[tuple[int, Any]]:
     """Run ``function(*job)`` for every job on the connected cluster, one processor each.
 
-    A job whose worker is lost runs again, so that it must give the same result every time and
-    change nothing outside. A job that raises is not run again: the others are stopped and the
-    error is raised here. ``names`` of the jobs stand in errors; an object that several jobs have is
-    sent to a machine once.
-
-    Yields:
-        Index of a job and its result, in the order in which they end; every index once.
-
-    Raises:
-        RuntimeError: If a job's worker is lost again and again, or a machine of the cluster has
-            other versions of the packages.
+    Yields index and result as they end, every index once. A job whose worker is lost runs again,
+    and may change nothing outside. One that raises does not: the others are stopped and the error
+    is raised here. ``names`` of the jobs stand in errors; an object that several jobs have is sent
+    to a machine once. RuntimeError: a worker is lost again and again, or versions differ.
     """
     import ray
 

@@ -183,10 +183,8 @@ class RunLog:
     def restore(self, parts: Mapping[str, Any], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put the state of the run that goes on into its parts; returns its numbers.
 
-        Args:
-            parts: Name -> network, optimizer, generator, vector environment or other object that
-                `state_of` takes; they were made with the same arguments.
-            numbers: Counts, scores and arrays besides, as they are in a run that begins.
+        ``parts`` (name -> what `state_of` takes) were made with the same arguments; ``numbers`` are
+        counts, scores and arrays besides, as they are in a run that begins.
         """
         if self.saved is None:
             return numbers
@@ -197,13 +195,10 @@ class RunLog:
         return tuple(self.saved["numbers"])
 
     def snapshot(self, step: int, parts: Mapping[str, Any], numbers: tuple[Any, ...]) -> None:
-        """Save what `restore` takes if it is time, and end a run that a signal told to stop.
+        """Save what `restore` takes if it is time; KeyboardInterrupt if a signal told to stop.
 
         Agents call this where all their state is in parts and numbers. A snapshot is due every
         minute, at first and last and after a signal; there is none without ``--save_model``.
-
-        Raises:
-            KeyboardInterrupt: With its number, if a signal came.
         """
         self.step = step
         ended = self.stop or step >= self.args.total_timesteps

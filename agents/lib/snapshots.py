@@ -42,11 +42,7 @@ def save_snapshot(path: Path, agent: str, args: Any, content: Mapping[str, Any])
 
 
 def load_snapshot(path: Path, agent: str, args: Any) -> dict[str, Any]:
-    """The content of a snapshot.
-
-    Raises:
-        ValueError: If it is damaged, of another agent, or of a run with other arguments.
-    """
+    """The content of a snapshot; ValueError if it is damaged or of another agent or arguments."""
     try:
         meta, tensors = read_content(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -68,10 +64,8 @@ def load_snapshot(path: Path, agent: str, args: Any) -> dict[str, Any]:
 def state_of(part: Any) -> Any:
     """What a part of a run is made of, for `save_snapshot`.
 
-    Args:
-        part: What has a ``state_dict``, a generator of numpy, a native vector environment, or an
-            object whose attributes are all of its state. Other vector environments have none: their
-            episodes begin anew in a run that goes on.
+    That has a ``state_dict``, is a generator of numpy or a native vector environment, or an object
+    whose attributes are all of its state. Other vector environments begin their episodes anew.
     """
     if hasattr(part, "state_dict"):
         return part.state_dict()
@@ -87,8 +81,7 @@ def state_of(part: Any) -> Any:
 def restore_state(part: Any, state: Any) -> None:
     """Put back what `state_of` gave of a part made with the same arguments; environments are reset.
 
-    Raises:
-        ValueError: If the state is of another version.
+    ValueError if the state is of another version.
     """
     if hasattr(part, "load_state_dict"):
         part.load_state_dict(state)

@@ -1,8 +1,7 @@
 """Evaluate policies on the same episodes and summarise what the served users got.
 
-Episode ``i`` is the one an environment draws with seed ``seed + i``, for every policy and whatever
-the number of environments that run side by side. Latency is never reported without the drop and
-reject rates: a router can buy any latency by refusing requests.
+Episode ``i`` is the one of seed ``seed + i``, whatever runs side by side. Latency is never reported
+without drop and reject rates: refusing requests buys any latency.
 """
 
 from __future__ import annotations
@@ -45,12 +44,9 @@ def fresh_seed() -> int:
 
 
 def derived_seed(seed: int, *names: str) -> int:
-    """The seed of a part of a measurement, below 2**62.
+    """The seed of a part of a measurement, below 2**62; ValueError if ``seed`` is out of range.
 
     Parts of other names have other episodes: what a guest remembers of one is of no use in another.
-
-    Raises:
-        ValueError: If the seed is out of range.
     """
     root, key = whole("seed", seed, 0, 1 << 62), tuple("\n".join(names).encode())
     return int(np.random.SeedSequence(root, spawn_key=key).generate_state(1, np.uint64)[0] >> 2)

@@ -1,12 +1,8 @@
 """Policies from outside, each in a process of its own that is asked for every decision.
 
-The environment stays in the evaluator's process. A guest's gets copies: the description of the
-system, observations, masks and rewards; its answers are JSON of a bounded length, never unpickled,
-and checked field by field. So what a guest does to modules, random numbers, clocks or arrays does
-not reach the world that it is measured in, and one that hangs, ends or answers nonsense is an error
-that names it.
-
-This is no sandbox: nothing keeps code from what its user may do to files, memory or the network.
+It gets copies, and its answers, JSON of a bounded length, are checked field by field: what it does
+to modules, clocks or arrays does not reach the world that it is measured in. This is no sandbox:
+nothing keeps code from what its user may do to files, memory or the network.
 """
 
 from __future__ import annotations
@@ -162,8 +158,7 @@ class GuestPolicy(EvaluatedPolicy):
     def _take(self, said: Mapping[str, Any]) -> None:
         """Take the fields of `_SAID`, all checked, and nothing else: ``source`` is not its to say.
 
-        Raises:
-            PolicyError: If a field is missing, unknown or of another type.
+        PolicyError if a field is missing, unknown or of another type.
         """
         for field in {**said, **_SAID}:
             if field not in _SAID or not _SAID[field](said.get(field)):
@@ -298,10 +293,9 @@ def _folder_of_compiled_code() -> str:
 
 
 def _array(said: Any, space: Any) -> NDArray[Any]:
-    """A part of an action from its shape and its numbers, which are integers or floats by space.
+    """A part of an action from its shape and its numbers, integers or floats by the space.
 
-    Raises:
-        TypeError, ValueError, OverflowError: If it is no such part.
+    TypeError, ValueError or OverflowError if it is no such part.
     """
     shape, numbers = said
     whole = np.issubdtype(space.dtype, np.integer)
@@ -318,10 +312,7 @@ def _send(pipe: socket.socket, content: bytes) -> None:
 def _receive(pipe: socket.socket, longest: float = math.inf, deadline: float = math.inf) -> bytes:
     """A message of at most ``longest`` bytes, whole before a ``deadline`` of `time.monotonic`.
 
-    Raises:
-        ValueError: If it is longer; none of it is read.
-        TimeoutError: If it is not whole by then.
-        EOFError: If the other end is closed.
+    ValueError: it is longer, none is read. TimeoutError: not whole by then. EOFError: closed.
     """
     (length,) = _LENGTH.unpack(_read(pipe, _LENGTH.size, deadline))
     if length > longest:

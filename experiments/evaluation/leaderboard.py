@@ -1,8 +1,7 @@
 """The standard evaluation of every environment family: all policies at the same few points.
 
-A policy is evaluated on the eval split with the evaluator's own seeds, so that all rows are about
-the same episodes; a guest, whose author knows those, gets seeds that nobody knew before.
-``--at-least NAME`` compares policies with a baseline instead, on `ENOUGH` such episodes.
+All rows are of the same episodes, of the evaluator's seeds; a guest, whose author knows those, gets
+new ones. ``--at-least NAME`` compares policies with a baseline instead, on `ENOUGH` such.
 """
 
 from __future__ import annotations
@@ -171,11 +170,7 @@ def _processor_s() -> float:
 
 
 def read_board(path: Path) -> list[dict[str, Any]]:
-    """The saved rows, numbers as numbers; empty if there is no file.
-
-    Raises:
-        MalformedFileError: The file is no such table.
-    """
+    """The saved rows, numbers as numbers; MalformedFileError for another table, empty for none."""
     if not path.exists():
         return []
     rows = [{k: v for k, v in row.items() if v != ""} for row in read_rows(path)]
@@ -390,11 +385,7 @@ def _merged(
 
 
 def _chosen_points(args: argparse.Namespace) -> list[Point]:
-    """The points of the command line, all names checked.
-
-    Raises:
-        ValueError: If a name is unknown, or means nothing at one of the points.
-    """
+    """The points of the command line; ValueError for a name that means nothing at one of them."""
     by_name = {point.name: point for point in POINTS}
     points = [by_name[choose("point", name, by_name)] for name in args.point or by_name]
     if args.point is None:  # policies of one family are compared at the points of that family

@@ -1,17 +1,14 @@
 """A prefix-aware router's pull request against published rules, in minutes and without a GPU.
 
-The policy and the baselines of ``--against`` play the same episodes at several rates, of a
-published scenario or of a fleet and a trace. ``gie-709`` is the simulation that issue 709 of the
-Gateway API inference extension asks for (project kubernetes-sigs/gateway-api-inference-extension):
-six H100 with Llama-3.1-8B, the lengths of ShareGPT's prompts and answers, rates at which 50 to
-100 % of the KV memory is in use, and the normalised time per output token (end-to-end seconds over
-output tokens, the mean over the requests). Of two gateway files the new one is the policy, the old
-one the baseline; it is better where it is worse at no rate and above the old one at one at least.
+The policy and the baselines of ``--against`` play the same episodes at several rates, of a fleet
+and a trace or a published scenario. ``gie-709`` is the simulation that issue 709 of
+kubernetes-sigs/gateway-api-inference-extension asks for; a normalised time is end-to-end seconds
+over output tokens. Of two gateway files the old one is the baseline; the new one is better where it
+is worse at no rate and above the old one at one at least.
 
-A rate passes where `servegym.experiments.evaluation.stats.noninferiority` passes both the paired
-difference in SLO attainment, with ``--margin``, and that of the logarithms of the times, with
-``--margin-time``, and fails where one of the two fails. Else the episodes are doubled, up to
-``--max-episodes``. The episodes are others at every rate; all are drawn from one seed.
+A rate passes where `noninferiority` passes both the paired difference in SLO attainment, with
+``--margin``, and that of the logarithms of the times, with ``--margin-time``, and fails where one
+of the two fails. Else the episodes are doubled, up to ``--max-episodes``.
 """
 
 from __future__ import annotations
@@ -243,11 +240,7 @@ def _answer(rows: Sequence[Row]) -> str:
 
 
 def _rates_of(files: Sequence[str], fleet: Mapping[str, Any], workers: Workers) -> list[float]:
-    """Rates below, at and above the knee of a fleet for gateways' files.
-
-    Raises:
-        ValueError: If there is no such file.
-    """
+    """Rates below, at and above the knee of a fleet for gateways' files; ValueError for no file."""
     targets = [GatewayTarget(read_gateway_file(file), fleet) for file in files]
     if not targets:
         raise ValueError("--rates: give requests/s; the knee is found for gateways' files only")

@@ -1,9 +1,7 @@
 """Does a ranking of policies survive the errors of the profiles it was measured on?
 
-Every profile states bias and standard deviation of the logarithm of true step times over its law's
-(``step_error``). A draw has one factor a card for iterations with prefill and one for decodes
-alone; in it the engines take the drawn times, while policies go on believing the profiles. All
-policies of a draw play the same episodes, so that their differences are paired.
+A draw has one factor a card, of the profile's ``step_error``, for iterations with prefill and one
+for decodes alone. Engines take the drawn times; policies go on believing the profiles.
 """
 
 from __future__ import annotations
@@ -22,16 +20,11 @@ from servegym.experiments.evaluation.reporting import report_of
 from servegym.hardware_profiles import Profile
 
 
-def draw_factors(
-    profiles: Sequence[Profile], draws: int, seed: int = 0
-) -> list[dict[str, list[float]]]:
+def draw_factors(profiles: Sequence[Profile], draws: int) -> list[dict[str, list[float]]]:
     """True over stated step times: of each draw ``[prefill, decode]`` by the profile's name.
 
-    Experts of one profile share its factors. Profiles that state no error are left out: they have
-    none by definition (the linear laws of the paper).
-
-    Raises:
-        ValueError: If no profile states an error.
+    Experts of one profile share its factors. Profiles that state no error (the paper's linear laws
+    have none by definition) are left out; ValueError if none states one.
     """
     stated = {profile.name: profile.step_error for profile in profiles if profile.step_error}
     if not stated:
@@ -39,7 +32,7 @@ def draw_factors(
         raise ValueError(f"profile_draws={draws}, but no profile states a step_error: {names}")
     every = []
     for draw in range(draws):
-        rng = np.random.default_rng([seed, draw])
+        rng = np.random.default_rng([0, draw])
         factors = {}
         for name, error in sorted(stated.items()):
             factors[name] = [
@@ -51,11 +44,9 @@ def draw_factors(
 
 
 def drawn_worlds(env_id: str, env_kwargs: Mapping[str, Any], draws: int) -> list[dict[str, Any]]:
-    """The arguments of an environment in so many worlds drawn from its profiles' errors.
+    """An environment's arguments in so many worlds drawn from its profiles' errors.
 
-    Raises:
-        ValueError: If the family has no hardware profiles, none states an error, or the arguments
-            are not valid.
+    ValueError where no profile of the family states an error.
     """
     family = family_of(env_id)
     if family.name != "llm_routing":
@@ -73,13 +64,10 @@ def evaluate_in(
     policies: Sequence[Any],
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """`servegym.experiments.evaluation.evaluate` in each of `drawn_worlds`.
+    """Rows of `evaluate` in each of `drawn_worlds`, draw after draw, ``profile_draw`` from 0.
 
     Every draw has the episodes of the rows ``plain``, of the profiles as they are. With a guest,
     which may remember those of another draw, each has its own, whose seeds derive from theirs.
-
-    Returns:
-        The rows of `evaluate`, draw after draw, with ``profile_draw`` from 0.
     """
     seed = min(row["seed"] for row in plain)
     apart = any(row["source"] == "guest" for row in plain)
@@ -96,14 +84,10 @@ def ranking(
 ) -> list[dict[str, Any]]:
     """How often each policy stays ahead of the next, and by how much.
 
-    The rows of `evaluate`, on the profiles as they are, give the order; ``drawn`` are those of
-    `evaluate_in`.
-
-    Returns:
-        One row for every policy but the last, best first: ``policy``, ``next``, ``difference`` of
-        the means on the profiles as they are (positive: ahead), ``share_ahead`` of the draws with a
-        positive one, and ``low`` and ``high``, the 95 % interval of the difference over draws and
-        episodes: each resample takes a draw, and in it episodes with replacement.
+    A row for every policy but the last, best first on the ``rows`` of the profiles as they are:
+    ``policy``, ``next``, ``difference`` of the means there (positive: ahead), ``share_ahead`` of
+    the draws with a positive one, and ``low`` and ``high``, the 95 % interval of the difference
+    over draws and episodes: each resample takes a draw, and in it episodes with replacement.
     """
     report = report_of(family_of(rows[0]["env_id"]))
     sign = 1.0 if report.higher_is_better else -1.0

@@ -152,11 +152,7 @@ def _plain_name(name: Any, family: Family) -> str:
 
 
 def _fitting_view(policy: EvaluatedPolicy, problem: Any, family: Family, view: str) -> str:
-    """The view with the shapes that a policy was trained on, ``view`` if it knows none.
-
-    Raises:
-        ValueError: If no view of the system has them.
-    """
+    """The view with the shapes that a policy was trained on, ``view`` if it knows none."""
     if not policy.observation_shapes or problem is None:
         return view
     module, known = import_module(f"servegym.envs.{family.name}.env"), {}

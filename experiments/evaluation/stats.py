@@ -207,14 +207,11 @@ def noninferiority(
     return Interval(value, low, high), verdict
 
 
-def over_trainings(
-    scores: Sequence[ArrayLike], reference: ArrayLike | None = None, statistic: Statistic = iqm
-) -> Interval:
+def over_trainings(scores: Sequence[ArrayLike], statistic: Statistic = iqm) -> Interval:
     """A statistic of the episodes of one training, or its mean over several.
 
     Args:
         scores: For each training the scores of the same episodes, shape ``(episodes,)``.
-        reference: Scores of a reference on these episodes; then the differences to it count.
         statistic: Of the episodes of one training.
 
     Returns:
@@ -225,36 +222,25 @@ def over_trainings(
     Raises:
         ValueError: If there are no scores or the shapes differ.
     """
-    base = 0.0 if reference is None else _scores(reference, "reference")
-    gains = _by_training(scores, "scores") - base
-    if len(gains) == 1:
-        return stratified_bootstrap(gains[0], statistic)
-    return _crossed([gains], lambda mean: mean, statistic)
+    rows = _by_training(scores, "scores")
+    if len(rows) == 1:
+        return stratified_bootstrap(rows[0], statistic)
+    return _crossed([rows], lambda mean: mean, statistic)
 
 
-def relative_change(
-    scores: Sequence[ArrayLike], reference: Sequence[ArrayLike], statistic: Statistic = iqm
-) -> Interval:
-    """Change of the mean statistic from the trainings of one policy to those of another, percent.
+def relative_change(scores: Sequence[ArrayLike], reference: Sequence[ArrayLike]) -> Interval:
+    """Change of the mean IQM from the trainings of one policy to those of another, percent.
 
-    The ratio of the mean statistics, whose interval is made of the logarithms. The trainings are
-    independent, the episodes are the same.
-
-    Args:
-        scores: For each training the scores of the same episodes, shape ``(episodes,)``.
-        reference: The same of the reference; a heuristic has one entry.
-        statistic: Of the episodes of one training.
-
-    Returns:
-        The change and its interval over trainings and episodes together, as far as there are
-        several of them; NaN ends where a mean statistic is not positive.
+    Both have the scores ``(episodes,)`` of the same episodes for each independent training, a
+    heuristic of one. The interval, over trainings and episodes together as far as there are several
+    of them, is made of the logarithms; NaN ends where a mean IQM is not positive.
 
     Raises:
         ValueError: If there are no scores or the numbers of episodes differ.
     """
     samples = [_by_training(scores, "scores"), _by_training(reference, "reference")]
     with np.errstate(divide="ignore", invalid="ignore"):
-        logarithms = _crossed(samples, lambda own, other: np.log(own) - np.log(other), statistic)
+        logarithms = _crossed(samples, lambda own, other: np.log(own) - np.log(other), iqm)
     return Interval(*(100 * float(np.expm1(end)) for end in logarithms))
 
 
@@ -276,15 +262,14 @@ def _crossed(
 ) -> Interval:
     """Interval over the trainings of one or more policies and their shared episodes together.
 
-    Trainings and episodes are crossed: the variance of a mean over both is that of the trainings'
-    part and that of the episodes' part together. The former is the sample variance, since a
-    bootstrap of so few trainings is too narrow; the latter comes from a bootstrap that draws the
-    same episodes for every training of every policy. The half-width is Student's t with
-    Satterthwaite's degrees of freedom: `student_interval` where the episodes do not differ. Noise
-    of the single episode of a training counts in both parts, which errs on the wide side.
+    The variance of a mean over both is that of the trainings' part and that of the episodes' part
+    together: the sample variance, since a bootstrap of so few trainings is too narrow, and a
+    bootstrap that draws the same episodes for every training of every policy. The half-width is
+    Student's t with Satterthwaite's degrees of freedom. Noise of the single episode of a training
+    counts in both parts, which errs on the wide side.
 
-    ``samples`` are the scores ``(trainings, episodes)`` of each policy, of the same episodes;
-    ``combine`` maps each policy's mean statistic to the quantity wanted, also element-wise.
+    ``samples`` are scores ``(trainings, episodes)`` a policy; ``combine`` maps each policy's mean
+    statistic to the quantity wanted, also element-wise.
     """
     counts = [sample.shape[1] for sample in samples]
     if len(set(counts)) > 1:

@@ -1,8 +1,7 @@
 """Result tables: ``stem.csv`` holds the rows, ``stem.json`` their provenance and findings.
 
-The JSON has the fields of `provenance` (``command``, ``date`` in UTC, ``machine``, ``versions``,
-``quick``, ``settings``) and ``notes``, a list of records: ``text`` is the finding as a sentence,
-the other fields of a record are its numbers.
+Beside the fields of `provenance` the JSON has ``notes``, a list of records: ``text`` is the finding
+as a sentence, the other fields of a record are its numbers.
 """
 
 from __future__ import annotations

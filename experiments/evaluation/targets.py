@@ -1,8 +1,7 @@
 """What `servegym tune` and `presubmit` play: settings of routers on a fleet and its load.
 
-A target turns settings into episodes' values: `GatewayTarget` the file of a gateway, `RuleTarget` a
-rule of LLM routing. `Player` plays many settings at a time, `knee` finds the rate that a fleet can
-carry, and `fleet_arguments` reads fleet, trace and objectives from a command line.
+`GatewayTarget` (a gateway's file) and `RuleTarget` turn settings into episodes' values, `Player`
+plays many at a time, `knee` finds the rate that a fleet can carry.
 """
 
 from __future__ import annotations
@@ -293,10 +292,8 @@ class Player:
 def knee(targets: Sequence[GatewayTarget], player: Player, rate: float) -> float:
     """The highest rate, within 4 %, at which the best rule keeps `KNEE` of what it keeps idle.
 
-    The starts of the targets are tried beside `KNEE_RULES`; the search begins at ``rate``.
-
-    Raises:
-        ValueError: If there is none between .001 and 100,000 requests/s.
+    The starts of the targets are tried beside `KNEE_RULES`, from ``rate`` on; ValueError if there
+    is none between .001 and 100,000 requests/s.
     """
 
     def best(at: float) -> float:
@@ -331,11 +328,7 @@ def add_fleet_options(parser: argparse.ArgumentParser) -> None:
 
 
 def fleet_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The environment's arguments from those of the command line.
-
-    Raises:
-        ValueError: Naming a card that is unknown, or what is missing.
-    """
+    """The environment's arguments from a command line; ValueError for what is wrong."""
     arguments = parse_settings(options.set)
     if bool(options.cards) != bool(options.model):
         raise ValueError("give --cards and --model together")

@@ -1,10 +1,7 @@
 """Tune what a router is set by: a gateway's file on a fleet and a trace, or a rule's parameters.
 
-`Search` is Optuna's NSGA-II with successive halving: candidates play the same episodes side by
-side, and the best third of them further ones, at rates around the knee. The finalists and the file
-as it was are compared on another part of the trace, numbers that give nothing go back, and what is
-left is judged on a third part: beside published rules, on the profiles as they are and in worlds
-drawn from their errors.
+`Search` is Optuna's NSGA-II with successive halving. Finalists are compared on another part of the
+trace, numbers that give nothing go back, and the rest is judged on a third part.
 """
 
 from __future__ import annotations
@@ -96,8 +93,7 @@ class Search:
     def generations(self, seconds: float) -> Iterator[tuple[float, int, float]]:
         """Search until so many seconds are spent, and a generation at least.
 
-        Yields:
-            After every generation seconds spent, candidates so far and the best one's value.
+        Yields seconds spent, candidates so far and the best one's value after every generation.
         """
         while self.spent < seconds or not self.best(1):
             begin = time.monotonic()
@@ -344,11 +340,7 @@ def _report(
 
 
 def _targets(name: str | None, options: argparse.Namespace) -> list[Target]:
-    """What the command's argument names.
-
-    Raises:
-        ValueError: If it is no file and no rule, or the file cannot be used.
-    """
+    """What the command's argument names; ValueError if it is neither a rule nor a good file."""
     arguments = fleet_arguments(options)
     if "split" in arguments:
         raise ValueError("--set split: each step plays a part of its own; leave it out")

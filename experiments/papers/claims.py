@@ -1,8 +1,7 @@
 """The papers' claims against the committed results: ``servegym claims [FAMILY]``.
 
-Each claim reads the CSV that the script of its figure left. `verdicts.judge` judges a figure in
-percent, `verdicts.holds` a claim without one; a gain over a reference that learnt too little is
-*open*, and *elsewhere* marks findings at settings that the paper does not name.
+Each reads the CSV of its figure. A gain over a reference that learnt too little is *open*;
+*elsewhere* marks findings at settings that the paper does not name.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ TITLES = {family.group: family.heading for family in FAMILIES}
 
 
 def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
-    """The findings of a claim in the committed results; one open finding where there are none.
-
-    Raises:
-        MalformedFileError: The table is damaged.
-    """
+    """The findings of a claim in the committed results; one open finding where there are none."""
     path = folder / claim.family / f"{claim.source}.csv"
     if not path.exists():
         return [Finding("", "not measured here", "open")]
@@ -68,11 +63,7 @@ HEADINGS = ("where", "claim", "the paper", "setting", "here", "verdict")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line; see ``servegym claims --help``.
-
-    Raises:
-        ValueError: If a family is unknown.
-    """
+    """Command line; see ``servegym claims --help``."""
     parser = command_parser("claims")
     parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
     names = parser.parse_args(argv).family

@@ -83,10 +83,8 @@ def legend(figure: Any, axis: Any) -> None:
 def error_bars(rows: Rows, key: str, ends: tuple[str, str] | None = None) -> Any:
     """Values ``(rows,)`` and bars ``(2, rows)`` of a column and the ends of its interval.
 
-    Args:
-        rows: The rows; where they lack the ends the bars are 0.
-        key: The column.
-        ends: Columns of the ends; ``key`` with ``_low`` and ``_high`` by default.
+    ``ends`` are by default the columns ``key`` with ``_low`` and ``_high``; rows without have bars
+    0.
     """
     low, high = ends or (f"{key}_low", f"{key}_high")
 
@@ -122,12 +120,7 @@ def label_ends(axis: Any, ends: Mapping[str, float], colours: Mapping[str, str])
 
 
 def decisions_axis(axis: Any, decisions: Sequence[int]) -> None:
-    """Decisions from 0 on as the x axis, on a log scale where the first points lie close together.
-
-    Args:
-        axis: The axes, with or without lines.
-        decisions: Of all points.
-    """
+    """Decisions from 0 on as the x axis, on a log scale where the first points are crowded."""
     first, scale = min((count for count in decisions if count > 0), default=1), ""
     if max(decisions, default=0) > 50 * first:
         axis.set_xscale("symlog", linthresh=first, linscale=0.5)

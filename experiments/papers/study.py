@@ -105,9 +105,7 @@ def _written(row: Mapping[str, Any]) -> Row:
 def draw(study: Study, *folders: Path) -> bytes | None:
     """The picture of a study as PNG; None if it has none, or if one of its tables has no rows.
 
-    Args:
-        study: The study.
-        *folders: Where its tables are; of a table in several the first counts.
+    The first of ``folders`` that has a table counts.
     """
     if study.picture is None:
         return None
@@ -199,11 +197,7 @@ def _draw_into(options: Options, study: Study, *folders: Path) -> None:
 
 
 def list_modules(family: str) -> dict[str, ModuleType]:
-    """The modules of a family's studies by name, in alphabetical order.
-
-    Raises:
-        ValueError: If the family is unknown.
-    """
+    """The modules of a family's studies by name, in alphabetical order."""
     group = family_named(family).group
     names = sorted(path.stem for path in (Path(__file__).parent / group).glob("*.py"))
     package = f"servegym.experiments.papers.{group}"
@@ -218,8 +212,7 @@ def _title(module: ModuleType) -> str:
 def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
     """Run modules of studies, all of them by default; each ``main`` gets the ``arguments``.
 
-    Raises:
-        ValueError: If the family or a name is unknown, before anything runs.
+    ValueError if the family or a name is unknown, before anything runs.
     """
     modules = list_modules(family)
     for name in [choose("only", name, modules) for name in only] or modules:
@@ -253,11 +246,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def list_pictures(family: str) -> dict[str, Study]:
-    """The studies of a family that have a picture, by name.
-
-    Raises:
-        ValueError: If the family is unknown.
-    """
+    """The studies of a family that have a picture, by name."""
     studies = [study for module in list_modules(family).values() for study in module.STUDIES]
     return {study.name: study for study in studies if study.picture is not None}
 

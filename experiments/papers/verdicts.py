@@ -57,13 +57,7 @@ def claim(place: str, text: str, paper: str, source: str) -> Callable[[Reader], 
 def found_for(
     claims: Sequence[Claim], table: str, *first: str
 ) -> Callable[[Any, Rows], Iterator[Note]]:
-    """The notes of a study: what the claims that read its table find in its rows.
-
-    Args:
-        claims: Those of the family.
-        table: Name of the table.
-        *first: Sentences before them.
-    """
+    """The notes of a study: the sentences ``first``, then what the claims find in its table."""
 
     def notes(options: Any, rows: Rows) -> Iterator[Note]:
         yield from first

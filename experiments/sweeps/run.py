@@ -1,8 +1,7 @@
 """Run a sweep file on this machine: Optuna chooses, every run is a process of the agent.
 
-``bayes`` is Optuna's tree-structured Parzen estimator, and early termination its hyperband pruner.
-A run's value is the best evaluation of its log, since the agent saves that checkpoint. A stopped
-sweep goes on: unfinished runs are run again with the same arguments.
+``bayes`` is Optuna's TPE, early termination its hyperband. A run's value is the best evaluation of
+its log, whose checkpoint is saved. A stopped sweep runs unfinished runs again.
 """
 
 from __future__ import annotations

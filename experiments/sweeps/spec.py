@@ -1,10 +1,7 @@
-"""Sweep files in wandb's format, read and checked, so that they run with and without an account.
+"""Sweep files in wandb's format ("Sweep configuration"), read and checked, without an account.
 
-What is supported is what the sweeps of this package need: ``method`` bayes or random; a ``metric``
-with ``name`` and ``goal``; parameters by ``value``, by ``values``, or by ``min`` and ``max`` with
-the distributions uniform, int_uniform and log_uniform_values; and early termination by hyperband
-with ``min_iter`` and ``eta``. Every other key is refused by its name. See wandb's documentation,
-"Sweep configuration".
+What the package's sweeps need: bayes or random, a ``metric``, ``value``, ``values`` or ``min`` and
+``max`` with three distributions, and hyperband. Every other key is refused by its name.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Corrections of a profile by a few loads of a running server: ``servegym calibrate server``.
 
-It begins with a composed profile (``--card --model --tp``), any other (``--profile``), or a
-roofline (``--bandwidth --tflops``). On top it learns, as far as the loads tell:
-
- - a factor on the step by the number of sequences: the logarithm of measured over predicted,
-   interpolated over the logarithm of the batch (a Gaussian process);
- - a time a sequence, which may take away the host's share of the profile but no more;
- - a factor on what prompts add to a step, and a constant before the first token.
-
-What the profile says of its own errors (``step_error``) is the prior: far from the measured loads
-the profile holds. Loads that contradict it are of another machine, and all batches move.
+Learnt, as far as the loads tell: a factor on the step by the number of sequences (a Gaussian
+process over the logarithm of the batch; its prior is the profile's ``step_error``), a time a
+sequence, a factor on what prompts add, a constant before the first token.
 """
 
 from __future__ import annotations
@@ -278,16 +271,9 @@ def fit_steps(points: Sequence[Point], profile: Profile) -> Steps:
 def fit_first_token(
     lengths: np.ndarray, ttft_s: np.ndarray, profile: Profile, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A constant before the first token (seconds) and a factor on what prompts add to a step.
+    """A constant before the first token, s, and a factor on what prompts add; their deviations.
 
-    Args:
-        lengths: ``(K,)`` tokens of lone prompts.
-        ttft_s: ``(K,)`` their seconds to the first token.
-        profile: the profile.
-        factor: of a step of one sequence.
-
-    Returns:
-        Both numbers, and their deviations.
+    ``lengths`` and ``ttft_s`` ``(K,)`` are of lone prompts, ``factor`` is that of a step of one.
     """
     stated = _stated(profile)["prefill"]
     least = factor * (profile.dense_s(1) + profile.head_s(1))

@@ -80,10 +80,7 @@ def as_integers(values: np.ndarray) -> list[int]:
 def tabulate(tables: Mapping[str, Any], tolerance: float | None = None) -> dict[str, Any]:
     """The ``law`` field of a profile: seconds with six significant digits, whole numbers.
 
-    Args:
-        tables: the fields of :class:`LawTables`, and what else the law has.
-        tolerance: largest relative error of a point of the dense part and of the head that is
-            dropped (:func:`thin`); None keeps all.
+    ``tolerance``: largest relative error of a point that is dropped (:func:`thin`); None keeps all.
     """
     law = dict(tables)
     for grid, values in (("dense_tokens", "dense_s"), ("head_sequences", "head_s")):
@@ -139,14 +136,8 @@ def decode_errors(
 ) -> dict[str, Any]:
     """Relative errors of decodes at entries of the table that are interpolated from the others.
 
-    Attention is a small part of an iteration, so both errors are stated: of the kernel, and of
-    the iteration that it belongs to.
-
-    Args:
-        t: the tables.
-        rest: ``(G5,)`` seconds of the iterations but attention.
-        rng: chooses a third of the entries.
-        timed: ``(G5, G4)`` bool, the entries that are judged.
+    Attention is a small part of an iteration, so both errors are stated: of the kernel, and of the
+    iteration with ``rest`` ``(G5,)``. ``rng`` chooses a third of the entries ``timed``.
     """
     axes, table = (t.decode_sequences, t.decode_context_tokens), t.decode_attention_s
     rest = rest[:, None]
@@ -172,19 +163,13 @@ def decode_errors(
 def fit_estimator(
     profile: Profile, expert_share: float = 0.0
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The linear law over prompts to 1,024 and contexts to 1,500.
+    """The linear law over prompts to 1,024 and contexts to 1,500, and its relative errors.
 
     Of a dense model least squares over batches of 1 to 8: the constant and the decode terms come
     from decodes; the prefill slope is then fitted with that constant, as one constant serves both
     (Eq. 13 and 14 have none). Of experts, whose reading grows with the batch until all are met, the
-    least largest relative error over batches of 1 to 256 and prompts together.
-
-    Args:
-        profile: with the law.
-        expert_share: of the experts that a token meets; 0 for that of the profile's estimator.
-
-    Returns:
-        The estimator's fields (seconds), and its relative errors against the profile's law.
+    least largest relative error over batches of 1 to 256 and prompts together; ``expert_share`` is
+    what a token meets, 0 for that of the profile's estimator.
     """
     share = expert_share or profile.estimator.expert_share
     batches = EXPERT_BATCHES if share else np.arange(1, ESTIMATOR_MAX_SEQUENCES + 1)
@@ -219,10 +204,7 @@ def estimated(
 ) -> Profile:
     """The profile of its file's fields, with the estimate of its law and its errors.
 
-    Args:
-        data: the fields; ``estimator`` and ``fit_error`` are made here.
-        errors: gives those of the law.
-        expert_share: as in :func:`fit_estimator`.
+    ``estimator`` and ``fit_error`` are made here, the latter from ``errors`` of the law.
     """
     empty = {"format": FORMAT, "estimator": dict.fromkeys(ESTIMATOR_FIELDS, 0.0), "fit_error": {}}
     draft = Profile.from_dict(empty | data, data["name"])

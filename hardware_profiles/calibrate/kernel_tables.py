@@ -153,9 +153,7 @@ def read_meta(path: Path) -> dict[str, str]:
 def layer_lines(folder: Path) -> list[str]:
     """Whole layers of ``layer.csv`` beside the sums of their parts, for people.
 
-    Raises:
-        ValueError: If they differ by more than 10 %, unless a processor was timed, whose times
-            scatter.
+    ValueError if they differ by over 10 %, unless a processor was timed, whose times scatter.
     """
     path = folder / LAYER_FILE
     if not path.is_file():

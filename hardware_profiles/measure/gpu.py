@@ -1,15 +1,10 @@
 """Kernel times of a model shape on this machine's GPU, through torch and with random weights.
 
-For a dense shape this writes ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` in the
-layout that ``servegym calibrate`` reads, with ``model.json``, ``meta.yaml`` and ``calibrate.json``
-in the same folder.
-
-Matrix products and scaled-dot-product attention, over contiguous keys and values, are torch's own;
-element-wise operations are fused by `torch.compile` on a GPU, as engines fuse them. On a GPU every
-point is a CUDA graph replayed between two events, which leaves out launch gaps as an engine's
-graphs do; weights and caches in turn exceed the L2 cache. Whole layers run as one graph stand
-beside the sums of their parts (``layer.csv``), which tells whether the parts are what an engine
-runs. On a processor nothing is fused, and a layer is run as one.
+It writes ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` as ``servegym calibrate`` reads
+them, and its other files. Products and attention are torch's own, element-wise operations are fused
+by `torch.compile`. A point is a CUDA graph replayed between two events, without launch gaps, as an
+engine's; weights and caches in turn exceed the L2 cache. ``layer.csv`` has whole layers beside the
+sums of their parts. On a processor nothing is fused, and a layer is run as one.
 """
 
 from __future__ import annotations
@@ -135,9 +130,8 @@ class Clock:
     def time_s(self, steps: Sequence[Step]) -> float:
         """Seconds of one step: the median on a GPU, the fastest on a CPU.
 
-        Args:
-            steps: The same operation on different tensors, run one after another; no copy to the
-                host, no shape that goes by data.
+        Steps are the same operation on other tensors, in turn: no copy to the host, no shape by
+        data.
         """
         if not self.cuda:
             turn = 0
@@ -354,13 +348,9 @@ def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
 
 
 def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> int:
-    """Measure a shape of ``MODELS``; points that are in the folder's tables are left out.
+    """Measure a shape of ``MODELS`` but points in the folder's tables; how many were measured now.
 
-    Returns:
-        Points measured now.
-
-    Raises:
-        ValueError: For too little memory, or tables of something else.
+    ValueError: too little memory, or tables of something else.
     """
     shape = MODELS[name]
     grid = _cut(clock, shape, SMALL_GRID if name == "tiny" else GRID)

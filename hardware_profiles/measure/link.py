@@ -45,11 +45,7 @@ def _card(rank: int, cards: int, port: int, backend: str, queue: Any) -> None:
 
 
 def all_reduce_us(cards: int, backend: str) -> list[float]:
-    """Microseconds of an all-reduce of :data:`BYTES` over ``cards`` cards, block by block.
-
-    Raises:
-        ValueError: if there are not so many cards, or a process failed.
-    """
+    """Microseconds of an all-reduce of :data:`BYTES` over so many cards, block by block."""
     import torch
     from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 

@@ -1,9 +1,8 @@
 """Latencies of a running server that speaks OpenAI's protocol, at several loads.
 
-For every load (requests in flight) and prompt length a fixed number of streaming requests is sent,
-each worker sending its next one when the last has ended. Loads and lengths take turns in a random
-order, as a machine's speed may drift. Prompts are random and all different, so that no prefix cache
-helps. Nothing but the standard library is used.
+For every load (requests in flight) and prompt length, in turns in a random order as a machine's
+speed may drift, each worker sends its next streaming request when the last has ended. Prompts are
+random and all different, so that no prefix cache helps.
 """
 
 from __future__ import annotations

@@ -11,15 +11,7 @@ import numpy as np
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    """Parse ``1,2,4`` into sorted whole numbers, 1 or more, each once.
-
-    Args:
-        name: The argument, for the message.
-        text: What was given.
-
-    Raises:
-        ValueError: If one is no whole number of at least 1.
-    """
+    """Parse ``1,2,4`` of an argument into sorted whole numbers, each once; ValueError below 1."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -32,13 +24,10 @@ def whole_numbers(name: str, text: str) -> list[int]:
 def repeat(
     once: Callable[[], float], *, warm_up: int = 3, repeats: int = 20, seconds: float = 2.0
 ) -> np.ndarray:
-    """Time something again and again; ``once`` runs it and returns the seconds that it took.
+    """Sorted seconds of something timed again and again; ``once`` runs it and returns its seconds.
 
     After ``warm_up`` runs that are thrown away come ``repeats`` at most; none starts after so many
     ``seconds``, once three have been made.
-
-    Returns:
-        Sorted times in seconds.
     """
     for _ in range(warm_up):
         once()

@@ -115,12 +115,10 @@ def _table2(options: Options, at: Row, policies: Sequence[str]) -> Rows:
 
 
 def layer_times(share: float, seed: int, messages: str, count: int) -> dict[str, float]:
-    """Seconds of a layer where a share of each layer's experts, 0 to 1, is on another server.
+    """Means of a layer where a share of each layer's experts, 0 to 1, is on another server.
 
     So many requests of the first server's task come to it one at a time: none waits for another.
-
-    Returns:
-        ``prefill_ms`` and ``decode_ms``, mean time of a layer; ``remote_calls``, share of calls.
+    ``prefill_ms`` and ``decode_ms``, and ``remote_calls``, the share of calls.
     """
     problem = build_problem(scenario="paper_testbed", split="eval")
     size = problem.cluster.layers * problem.cluster.experts

@@ -52,12 +52,10 @@ KEYS = (
 def measure(
     point: Mapping[str, Any], policies: Sequence[str], episodes: int, **kwargs: Any
 ) -> list[dict[str, Any]]:
-    """Run policies on the same evaluation episodes, with ``kwargs`` of the environment.
+    """Rows of policies on the same evaluation episodes, with ``kwargs`` of the environment.
 
-    Returns:
-        One row a policy: ``point``, the mean over episodes and its interval of every figure, those
-        of each server (up to 16) included, and `_doubled`; ``_latency`` is the mean latency of each
-        episode ``(episodes,)``.
+    ``point``, the mean over episodes and its interval of every figure, each server's (up to 16)
+    included, `_doubled`, and as ``_latency`` each episode's mean latency.
     """
     rows = []
     for policy in policies:
@@ -75,10 +73,8 @@ def _doubled(policy: str, mean_s: float, kwargs: Mapping[str, Any]) -> dict[str,
     """Whether the mean is that of the length of the run: one episode with twice the arrivals.
 
     It has twice the epochs, but a single one is made twice as long: no decision is added to it.
-
-    Returns:
-        ``doubled_s``, its mean latency (NaN where the queue is short, see `BACKLOG`, and none is
-        played), and ``overloaded``, 1 where that is more than `GROWTH` above the mean.
+    ``doubled_s`` is its mean latency, NaN where the queue is short (`BACKLOG`) and none is played;
+    ``overloaded`` is 1 where that is more than `GROWTH` above the mean.
     """
     epochs, epoch_s = kwargs.get("epochs", 12), kwargs.get("epoch_s", 300.0)
     if not mean_s > BACKLOG * epochs * epoch_s:

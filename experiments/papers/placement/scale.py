@@ -1,8 +1,7 @@
 """Prism from 4 to 256 GPUs and from 100 to 1000 Mbps (Fig. 8).
 
 ``fig8a`` repeats the testbed's 1, 1, 2 pattern of GPUs at a fixed rate per server, ``fig8b``
-changes the bandwidth. A point whose mean grows with the length of the run (``overloaded``) has no
-change in percent.
+changes the bandwidth. An ``overloaded`` point, whose mean grows with the run, has no change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What gateways and traces state of prefix caching, against the committed tables.
 
-Sources: llm-d's report of its benchmark with eight pods (inference-perf), the pages of the
-published traces (quoted in the table ``workload_facts``), and BLIS's simulations of eight instances
-at 2,000 requests/s.
+Sources: llm-d's report of its benchmark (inference-perf), the pages of the published traces
+(``workload_facts``), and BLIS's simulations of eight instances at 2,000 requests/s.
 """
 
 from __future__ import annotations

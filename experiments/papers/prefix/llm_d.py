@@ -1,15 +1,10 @@
 """llm-d's benchmark with eight pods: what routing blind to caches costs, stage by stage.
 
 Eight pods of Qwen3-32B on two H100 each, 307,328 tokens of KV cache a pod, 750 prompts of 150
-groups over and over, stages of 3 to 60 requests/s. The report's four ways to choose a pod play in
-the environment, with its weights: ``precise`` and ``estimated`` weigh prefix, KV use and queue
-3:2:2 and 1:1:1, ``load`` looks at the latter two, and ``random`` at none::
-
-    python -m servegym.experiments.papers.prefix.llm_d
-
-As in the report the pods drain between stages and keep their caches, and an output has 1,000 tokens
-(there 942 in the mean of a stage). The latency law is composed from kernel timings and nothing is
-fitted to the report, which does not state the token budget: 8,192, vLLM's default on this card.
+groups over and over, stages of 3 to 60 requests/s between which pods drain and keep their caches.
+``precise`` and ``estimated`` weigh prefix, KV use and queue 3:2:2 and 1:1:1, ``load`` looks at the
+latter two, ``random`` at none. An output has 1,000 tokens (there 942 in the mean of a stage).
+Nothing is fitted to the report, which does not state the token budget: 8,192, vLLM's default.
 """
 
 from __future__ import annotations

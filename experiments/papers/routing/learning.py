@@ -1,8 +1,7 @@
 """What predictions are worth to routers, and what a decision costs (Fig. 18, Table II).
 
-``python -m servegym.experiments.papers.routing.learning --checkpoints runs/learning`` plays the
-trainings below that folder. Without ``--checkpoints``: the heuristics and the shipped routers under
-the predictors of Fig. 18, and Table II.
+``--checkpoints runs/learning`` plays the trainings below that folder. Without: the heuristics and
+the shipped routers under the predictors of Fig. 18, and Table II.
 """
 
 from __future__ import annotations
@@ -88,13 +87,9 @@ def _size(*modules: Any) -> int:
 
 
 def profile_router(decisions: int) -> list[dict[str, Any]]:
-    """Parameters of the router's parts and the time of one decision on one core.
+    """Rows of ``component``, ``parameters``, ``p50_ms``, ``p99_ms`` and ``paper``'s numbers.
 
-    Of so many decisions on the observations of one evaluation episode.
-
-    Returns:
-        Rows of ``component``, ``parameters``, ``p50_ms`` and ``p99_ms``, and ``paper``, the paper's
-        numbers.
+    Times are of one decision on one core, of so many on the observations of one episode.
     """
     import torch
 

@@ -1,12 +1,7 @@
 """Routers against load, burstiness, number of experts and latency requirement (Fig. 7, 9-13).
 
-::
-
-    python -m servegym.experiments.papers.routing.load_sweeps --checkpoints runs/learning
-
-measures every baseline and every training below the folder on the same evaluation
-episodes; without ``--checkpoints`` the shipped routers. Each fleet has its own panels: what holds
-on one regime need not hold on another.
+Every baseline and every training below ``--checkpoints`` (without: the shipped routers) plays the
+same episodes. Each fleet has its own panels: what holds on one regime need not on another.
 """
 
 from __future__ import annotations

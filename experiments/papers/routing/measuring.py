@@ -96,13 +96,10 @@ class Options(study.Options):
 
 
 def find_runs(folder: Path) -> list[TrainedRun]:
-    """The trainings below a folder: every folder with a checkpoint.
+    """The trainings below a folder, which must exist: every folder with a checkpoint.
 
     Their labels say the agent and what is unusual about the training's environment: its number of
     experts, a range of requirements L, or predictions that it did without.
-
-    Raises:
-        ValueError: If the folder does not exist.
     """
     if not folder.is_dir():
         raise ValueError(f"checkpoints is {str(folder)!r}, which is no folder")
@@ -134,9 +131,6 @@ def shipped_runs(names: Sequence[str] = ()) -> list[TrainedRun]:
     """The checkpoints that come with the package, or some; they serve every fleet that they can.
 
     Without those that were trained on drawn fleets, at no rate of their own.
-
-    Raises:
-        ValueError: If a name is unknown.
     """
     from servegym.agents import load_policy
     from servegym.agents.lib.checkpoint import shipped
@@ -195,14 +189,8 @@ def measure(
     The interval of a heuristic, or of a router trained once, is over episodes; that of a router
     trained with several seeds is over trainings and episodes together. ``interval_over`` says
     which; rows of earlier routers have intervals over ``trainings`` alone. For the rest see
-    `over_rivals`.
-
-    Args:
-        options: The command line.
-        at: Columns that identify the setting, put first in every row; ``_env``, which is not
-            written, are the arguments of the environment.
-        policies: Registered names and trained routers; those that cannot serve so many experts are
-            left out.
+    `over_rivals`. Columns ``at`` are put first in every row, but ``_env``, the arguments of the
+    environment. Routers that cannot serve so many experts are left out.
     """
     from servegym.agents import load_policy
     from servegym.baselines.llm_routing.system import RoutingSystem
@@ -238,14 +226,11 @@ def measure(
 def over_rivals(
     name: str, named: Mapping[str, Mapping[str, Any]], qos: Mapping[str, Sequence[Sequence[float]]]
 ) -> dict[str, Any]:
-    """Changes of a policy's QoS over its strongest rivals in a setting, percent.
+    """Changes of a policy's QoS over its strongest rivals in a setting, percent, with intervals.
 
-    From the rows of the setting by policy, and its QoS by policy, training and episode.
-
-    Returns:
-        ``rival`` and ``over_rival_pct`` with its interval (`relative_change`) for the strongest of
-        the paper's baselines, ``state_rival`` and so on for the strongest that reads Baseline RL's
-        state; ``none`` and NaN for heuristics and rivals and where there is no rival.
+    ``rival`` and ``over_rival_pct`` are for the strongest of the paper's baselines, ``state_rival``
+    and so on for the strongest that reads Baseline RL's state; ``none`` and NaN for heuristics and
+    rivals and where there is no rival.
     """
     row: dict[str, Any] = {}
     for key, rival in (

@@ -75,9 +75,8 @@ def _where(model: str) -> str:
 def _against(rows: Rows, rivals: Sequence[str]) -> tuple[str, str, bool]:
     """Change of the bill against the cheapest rival, by reading, at every point of the rows.
 
-    Returns:
-        The changes by reading; the verdict on the better reading at each point, open where the
-        intervals overlap; whether its largest saving over a rival agrees with the paper's.
+    And the verdict on the better reading at each point, open where the intervals overlap, and
+    whether its largest saving over a rival agrees with the paper's.
     """
     changes: dict[str, list[float]] = {name: [] for name in READINGS}
     verdicts, most = [], 0.0
@@ -154,12 +153,8 @@ def cold_start(place: str, paper: float) -> Claim:
 def guarantee(statement: str, text: str, rankings: Mapping[str, str]) -> Claim:
     """The claim on how often a bound holds, by recorded activations of the paper's large model.
 
-    As printed; a corrected bound and another model are elsewhere.
-
-    Args:
-        statement: The statement of the paper.
-        text: What is claimed.
-        rankings: Ranking in the table -> what it is in words; one without name: the worst of all.
+    As printed; a corrected bound and another model are elsewhere. ``rankings``: ranking in the
+    table -> what it is in words; one without name is the worst of all.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:

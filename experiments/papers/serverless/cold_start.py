@@ -1,11 +1,7 @@
-"""Cold start by method (Fig. 11).
+"""Cold start by method (Fig. 11), in the paper's setting (preset ``seed``).
 
-``python -m servegym.experiments.papers.serverless.cold_start`` makes it. The setting is the paper's
-(preset ``seed``), judged on recorded tokens of held-out prompts; GPT2-MoE, the paper's small model,
-has drawn routing, which a cold start hardly depends on.
-
-The start is that of the slowest function by Tcold of the model: containers and weights read, main
-and remote functions side by side, each over its own link or all over one.
+It is that of the slowest function: containers and weights read, main and remote functions side by
+side, each over its own link or all over one. GPT2-MoE has drawn routing, which hardly matters.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """What a request costs by Remoe and by its rivals (Fig. 9, 10).
 
-``python -m servegym.experiments.papers.serverless.costs`` makes both figures, ``--figure fig9``
-one. The setting is the paper's (preset ``seed``): 115 prompt and 200 output tokens, every request
-cold, no cold start billed, one overhead t_rem for all layers. Remoe plans from *predicted*
-activations; all plans are judged on the recorded tokens of held-out prompts. Everything is planned
-and billed by three bills: the paper's, which has neither fees nor rounding, and those of AWS Lambda
-and Alibaba Function Compute; and with GPUs whose times are chosen (``eager``, ``fused``) or derived
-from the project's laws of measured layers.
-
-* ``fig9``: all deployments.
-* ``fig10``: prompt and output tokens in other proportions, on the readings of the paper's testbed.
+The setting is the paper's (preset ``seed``): 115 prompt and 200 output tokens, every request cold,
+no cold start billed, one overhead t_rem for all layers. Remoe plans from *predicted* activations;
+all plans are judged on the recorded tokens of held-out prompts. Bills are the paper's, without fees
+or rounding, and those of AWS Lambda and Alibaba Function Compute; times of GPUs are chosen
+(``eager``, ``fused``) or derived from the project's laws of measured layers.
 """
 
 from __future__ import annotations

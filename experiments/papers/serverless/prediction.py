@@ -1,17 +1,11 @@
 """Prediction of expert activations (Fig. 8): divergence of predictors, times of tree search.
 
-``OMP_NUM_THREADS=1 python -m servegym.experiments.papers.serverless.prediction`` writes
-``fig08_prediction`` (mean Jensen-Shannon divergence between predicted and recorded activations of
-held-out prompts, bits, with 95 % bootstrap intervals over prompts) and ``fig08_search`` (tree build
-and search, against a brute force on the same pooled vectors in the same run).
-
-Predictors are fitted on the recorded train split and judged on the eval split. GPT-OSS-20B has two
-embeddings of each prompt: ``token`` is the sum of normalised token embeddings, whose cosine is
-Eq. 11, and ``output`` the pooled output of the sentence encoder. DeepSeek-V2-Lite was recorded
-without texts, so only the predictors that read no embedding are judged on it.
-
-Fewer than 5,000 prompts are recorded: times are taken on resampled embeddings with noise, which
-says nothing about divergences.
+``fig08_prediction`` has mean Jensen-Shannon divergences, bits, with 95 % bootstrap intervals over
+held-out prompts, ``fig08_search`` times against a brute force (with ``OMP_NUM_THREADS=1``).
+GPT-OSS-20B has two embeddings of a prompt: ``token``, the sum of normalised token embeddings (Eq.
+11), and ``output``, the sentence encoder's. DeepSeek-V2-Lite was recorded without texts: only
+predictors without embedding. Fewer than 5,000 prompts are recorded, so times are taken on resampled
+embeddings with noise.
 """
 
 from __future__ import annotations
@@ -69,13 +63,9 @@ def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.
 def divergences(
     activations: Activations, embedding: str, repetitions: int = 2_000, seeds: int = SEEDS
 ) -> list[dict[str, Any]]:
-    """Mean divergence of every predictor on the eval split.
+    """Rows of the mean divergence of every predictor on the eval split, ``js_bits`` with its ends.
 
-    With an embedding of the prompts or ``"none"``; the divergences of ``seeds`` trees are averaged
-    prompt by prompt.
-
-    Returns:
-        One row a case, ``js_bits`` with ``low`` and ``high``.
+    With an embedding of the prompts or ``"none"``; those of ``seeds`` trees are averaged by prompt.
     """
     prompts = activations.rows("eval")
     shares = activations.frequencies()[prompts]

@@ -31,7 +31,7 @@ def card(name, prefill, decode):
 
 def test_factors_have_the_stated_bias_and_deviation():
     cards = [card(RTX, (0.05, 0.1), (0.0, 0.0)), card(A10, (0.0, 0.2), (-0.1, 0.3))]
-    factors = draw_factors([*cards, cards[0], load("paper-linear-01")], 4000, seed=3)
+    factors = draw_factors([*cards, cards[0], load("paper-linear-01")], 4000)
     assert {frozenset(one) for one in factors} == {frozenset((RTX, A10))}
     logs = np.log([[one[RTX], one[A10]] for one in factors])
     assert (logs[:, 0, 1] == 0.0).all()
@@ -39,7 +39,7 @@ def test_factors_have_the_stated_bias_and_deviation():
     np.testing.assert_allclose(logs.std(0), [[0.1, 0.0], [0.2, 0.3]], atol=0.012)
     columns = logs.reshape(len(logs), 4)[:, [0, 2, 3]]
     assert np.abs(np.corrcoef(columns.T) - np.eye(3)).max() < 0.06
-    assert draw_factors(cards, 2, seed=3) == draw_factors(cards, 5, seed=3)[:2]
+    assert draw_factors(cards, 2) == draw_factors(cards, 5)[:2]
 
 
 def test_certain_profiles_give_the_plain_evaluation_bit_for_bit(tmp_path):

@@ -52,13 +52,9 @@ PREDICTORS: dict[str, Callable[..., Any]] = {
 def fitted(
     activations: Activations, embedding: str, name: str, **settings: Any
 ) -> Callable[[Indexes], Array]:
-    """A predictor fitted to the train split: prompts ``(Q,)`` -> their shares ``(Q, L, K)``.
+    """A predictor of `PREDICTORS` fitted to the train split: prompts ``(Q,)`` -> ``(Q, L, K)``.
 
-    Args:
-        activations: The recordings.
-        embedding: Key of their embeddings; one that they lack: zeros.
-        name: One of `PREDICTORS`.
-        settings: Arguments of its class.
+    ``embedding`` is a key of the recordings' embeddings, zeros where they lack it.
     """
     train, shares, task = activations.rows("train"), activations.frequencies(), activations.task
     vectors = activations.embeddings.get(embedding, np.zeros((len(shares), 1)))

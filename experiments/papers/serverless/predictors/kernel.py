@@ -1,8 +1,7 @@
 """Compiled search in the tree of similar prompts (Algorithm 1).
 
-``nodes`` is int64 ``(N, 6)`` with the columns below; the children of a node are the rows
-``FIRST .. FIRST + COUNT - 1``, and the prompts below it the rows ``START .. STOP - 1`` of the
-vectors that are laid out leaf by leaf.
+``nodes`` is int64 ``(N, 6)``: a node's children are the rows ``FIRST .. FIRST + COUNT - 1``, its
+prompts the rows ``START .. STOP - 1`` of the vectors laid out leaf by leaf.
 """
 
 from __future__ import annotations
@@ -56,14 +55,10 @@ def _rank(query, vectors, start, stop, near, prompts, similarity, ranked):
 
 @jit
 def search(queries, nodes, medoids, vectors, alpha):
-    """The ``alpha`` most similar prompts of each query's leaf, filled up from its siblings.
+    """Rows of ``vectors`` ``(Q, alpha)``, most similar first, and the similarities.
 
     A leaf with fewer than ``alpha`` prompts is joined by its siblings, nearest medoid first, then
-    by its parent's siblings; all of them are ranked before the list is cut. Queries ``(Q, d)``,
-    medoids ``(N, d)`` and vectors ``(P, d)``, leaf by leaf, are float32; ``alpha`` is at most P.
-
-    Returns:
-        Rows of ``vectors`` int64 ``(Q, alpha)``, most similar first, and the similarities.
+    by its parent's siblings; all of them are ranked before the list is cut. Arrays are float32.
     """
     prompts = np.empty((queries.shape[0], alpha), np.int64)
     similarity = np.empty((queries.shape[0], alpha), np.float32)

@@ -1,8 +1,7 @@
 """Predictors that average the activations of similar prompts: BF, SPS, VarPAM.
 
-Eq. 11, the soft cosine similarity of two prompts, is the cosine of their *pooled* vectors
-``u_p`` = sum of the normalised token embeddings of prompt p, so one vector a prompt is all that
-the searches need. Distances are ``1 - SCS``, in [0, 2].
+Eq. 11, the soft cosine similarity of two prompts, is the cosine of their *pooled* vectors, sums of
+the normalised token embeddings. Distances are ``1 - SCS``, in [0, 2].
 """
 
 from __future__ import annotations
@@ -46,13 +45,9 @@ def top(similarity: Floats, alpha: int) -> Indexes:
 
 
 class BruteForce:
-    """BF: softmax-weighted mean over the most similar historical prompts, by comparison with all.
+    """BF: softmax-weighted mean over the ``alpha`` most similar prompts, by comparison with all.
 
-    ``S = sum_j softmax_j(SCS_j) S_j``. The softmax has no temperature, so the weights lie close
-    together.
-
-    Args:
-        alpha: Prompts that a prediction averages.
+    ``S = sum_j softmax_j(SCS_j) S_j``, without temperature, so the weights lie close together.
     """
 
     def __init__(self, alpha: int = 5):
@@ -65,14 +60,9 @@ class BruteForce:
         return self
 
     def search_units(self, units: Floats) -> tuple[Indexes, Floats]:
-        """The most similar historical prompts.
+        """Numbers ``(Q, alpha)`` of the most similar prompts and similarities, most similar first.
 
-        Args:
-            units: float32 unit vectors ``(Q, d)``.
-
-        Returns:
-            Numbers ``(Q, alpha)`` of prompts, most similar first, and their similarities (Eq. 11);
-            all prompts where the history is shorter than ``alpha``.
+        ``units`` are float32 unit vectors ``(Q, d)``; all prompts where the history is short.
         """
         similarity = units @ self._units.T
         best = top(similarity, self.alpha)
@@ -153,12 +143,8 @@ class MedoidTree:
 class SimilarPromptsSearch(BruteForce):
     """SPS: the similar prompts that Algorithm 1 finds in a multi-fork tree of k-medoids.
 
-    The clustering is k-medoids on 1 - SCS with roulette-wheel initialisation (Sec. IV-B).
-
-    Args:
-        alpha: Prompts that a prediction averages.
-        beta: Most prompts of a leaf, above ``alpha``.
-        seed: Seed of the clustering.
+    The clustering is k-medoids on 1 - SCS with roulette-wheel initialisation (Sec. IV-B); a leaf
+    has ``beta`` prompts at most, above ``alpha``.
     """
 
     def __init__(self, alpha: int = 5, beta: int = 60, seed: int = 0):
@@ -229,15 +215,8 @@ class VarPAM(SimilarPromptsSearch):
 def pam(distance: Floats, k: int) -> tuple[Indexes, Indexes]:
     """Partitioning Around Medoids of Kaufman and Rousseeuw: BUILD, then SWAP to a local optimum.
 
-    SWAP makes the exchange of a medoid and a point that lowers the total distance most, until none
-    lowers it; ties go to the lower index.
-
-    Args:
-        distance: ``(n, n)``, symmetric, 0 on the diagonal.
-        k: Medoids, from 2 to n.
-
-    Returns:
-        Medoids int64 ``(k,)`` and the place among them of each point's nearest one ``(n,)``.
+    SWAP makes the exchange of a medoid and a point that lowers the total distance ``(n, n)`` most;
+    ties go to the lower index. Returns medoids ``(k,)`` and each point's place ``(n,)`` among them.
     """
     first, medoids = np.full(len(distance), np.inf), []
     for _ in range(k):
