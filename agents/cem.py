@@ -3,20 +3,10 @@
 The router takes the legal action of the largest linear score. Its weights are searched for
 directly: candidates are drawn from a normal distribution, all of a generation play the same
 episodes, and the distribution moves to the best of them (Rubinstein, 1999). There is no gradient,
-value or credit assignment, so that what a learner falls short of is a matter of its learning.
+value or credit assignment, so that what a learner falls short of is a matter of its learning. What
+the scores read and where episodes come from: `OneFleet`, with ``--set fleet=random`` `DrawnFleets`,
+and for ``servegym/PrefixRouting-v1`` `DrawnSettings`.
 
-The environment says what the scores read and where episodes come from, see `Task`:
-
-- ``servegym/LLMRouting-v1``: what the paper's Baseline RL sees of one fleet (Eq. 7: memory, running
-  and waiting requests of every expert); 3 N + 2 weights, zero at first;
-- with ``--set fleet=random``: an index that is the same for every expert, over features of the
-  table and what `expected_qos` charges for an expert's time, at first that rule; drawn fleets, and
-  now and then a named one;
-- ``servegym/PrefixRouting-v1``: an index that is the same for every replica, over features that
-  are scaled by what each replica prefills and holds; drawn settings, at rates near their capacity.
-
-``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
-same.
 Neighbour: `sac_rows` learns a network over Eq. 7 with soft actor-critic.
 """
 
@@ -141,7 +131,10 @@ def of_split(stream: int, env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OneFleet(Task):
-    """One fleet, whose experts have weights of their own."""
+    """One fleet, whose experts have weights of their own.
+
+    They read what the paper's Baseline RL sees (Eq. 7: memory, running and waiting requests).
+    """
 
     name, spread, widened = "direct_search", 1.0, 0.06
     defaults = {"total_timesteps": 12_000_000, "population": 64, "worlds": 8, "episodes": 8}
@@ -180,7 +173,11 @@ class OneFleet(Task):
 
 
 class DrawnFleets(Task):
-    """Any fleet, whose experts are valued by the same index."""
+    """Any fleet, now and then a named one, whose experts are valued by the same index.
+
+    It reads features of the table and what `expected_qos` charges for an expert's time; it is that
+    rule at first.
+    """
 
     name, spread, widened = "fleet_search", 0.2, 0.02
     defaults = {"total_timesteps": 3_840_000, "population": 40, "worlds": 64, "episodes": 16}
@@ -231,7 +228,7 @@ class DrawnFleets(Task):
 
 
 class DrawnSettings(Task):
-    """Any replicas that cache prefixes, valued by the same index."""
+    """Any replicas that cache prefixes, valued by the same index, at rates near their capacity."""
 
     name, spread, widened = "prefix_search", 0.4, 0.03
     logged = "charts/attainment", "eval/attainment"
@@ -342,11 +339,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
 
 def complete(args: Args, task: Task) -> Args:
-    """The arguments with the usual numbers where they are 0.
-
-    Raises:
-        ValueError: If one is out of range, by name.
-    """
+    """The arguments with the usual numbers where they are 0."""
     args = replace(args, **{k: getattr(args, k) or usual for k, usual in task.defaults.items()})
     for name in task.defaults:
         whole(name, getattr(args, name), int(2 / ELITE) if name == "population" else 1)

@@ -1,14 +1,10 @@
 """Multi-agent PPO for expert placement, from random weights: every server is an agent.
 
-An episode is one decision (`servegym.envs.expert_placement.config.LEARNING`), a bandit of several
-players: a server of PettingZoo's environment reads its own observation alone, gives each of its
-layers a height, and is paid minus the logarithm of its own latency, though the others' placements
-decide that too. The servers share one network and have a table each, of one number for each layer,
-that belongs to the cluster of the training.
-
-The baseline of a server is the mean of what it was paid for the placements with the same requests.
-MAPPO's central critic (Yu et al., NeurIPS 2022, "The surprising effectiveness of PPO in cooperative
-multi-agent games") reads the state, which does not have what decides most, the requests to come.
+A decision is an episode (`servegym.envs.expert_placement.config.LEARNING`). A server reads its own
+observation, gives each of its layers a height, and is paid minus the logarithm of its own latency,
+though the others' placements decide that too. The baseline is the mean of what it was paid with the
+same requests: MAPPO's central critic (Yu et al., NeurIPS 2022) reads the state, which does not have
+what decides most, the requests to come.
 
 ``ppo_placement`` differs: one controller sees all servers.
 """

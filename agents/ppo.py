@@ -2,13 +2,11 @@
 
 It takes any id with one Box and Discrete actions. A Box with a row for each expert or replica, as
 those of ``LLMRoutingSummary`` and ``PrefixRoutingSummary``, goes through one small network for all
-rows, so that what is learned at one serves every other and the policy routes for any number of
-them; any other Box goes through the usual two layers. Observations are scaled by their running
-moments.
+rows, so that the policy routes for any number of them; any other goes through the usual two layers.
 
 As in CleanRL's ``ppo.py``, but for the masks of illegal actions and for values of the last
 observation where a time limit ends an episode. `ppo_requests` pays each decision what its own
-request counts. ``python agents/ppo.py --help`` lists the options.
+request counts.
 """
 
 from __future__ import annotations
@@ -194,11 +192,7 @@ def env_kwargs(args: Args, cut: bool = True) -> dict[str, Any]:
 
 
 def network_settings(envs: gym.vector.VectorEnv, args: Args) -> dict[str, Any]:
-    """The arguments of the `Agent` of an environment.
-
-    Raises:
-        ValueError: If the environment has no single Box of one or two axes, or no Discrete actions.
-    """
+    """The arguments of the `Agent` of an environment."""
     box, discrete = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")

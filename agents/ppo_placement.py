@@ -1,15 +1,9 @@
 """Proximal policy optimisation for expert placement, from random weights: one controller for all.
 
-An episode is one decision (`servegym.envs.expert_placement.config.LEARNING`), a contextual bandit:
-there is no return beyond the reward, hence no discount. The network gives every (server, layer) a
-height, a Gaussian around it is the policy (``action_mode="layer_height"``).
-
- * Environments of a group have the same requests: the mean of their rewards is the baseline of the
-   advantage, and there is no critic.
- * A server's heights are credited with minus the logarithm of its own latency, or with
-   ``common_credit`` of the mean latency of all requests.
- * A table of one number for each (server, layer) is added to the network's output. It belongs to
-   the cluster of the training; elsewhere the network acts without it.
+An episode is one decision (`servegym.envs.expert_placement.config.LEARNING`), a contextual bandit
+without discount. The network gives every (server, layer) a height, a Gaussian around it is the
+policy (``action_mode="layer_height"``). Environments of a group have the same requests: the mean of
+their rewards is the baseline of the advantage, and there is no critic.
 
 ``mappo_placement`` differs: every server is an agent with its own observation and credit.
 """

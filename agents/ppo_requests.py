@@ -2,11 +2,8 @@
 
 Rewards of the routing ids come when requests end, hundreds of decisions later and mixed. Here whole
 episodes are the rollouts: when one has ended, what became of every request is paid at the decision
-that sent it.
-
-Network, scaling and losses are those of `ppo`, which says more, for a Box with a row for each
-expert or replica. The weights that are evaluated and saved are an average (``--average``).
-``python agents/ppo_requests.py --help`` lists the options.
+that sent it. Network, scaling and losses are those of `ppo`, for a Box with a row for each expert
+or replica; what is evaluated and saved is an average of the weights.
 """
 
 from __future__ import annotations
@@ -167,11 +164,7 @@ class Agent(nn.Module):
 
 
 def family_of(args: Args) -> Family:
-    """The family of the id.
-
-    Raises:
-        ValueError: If its Box has no rows, or nobody is told when its requests end.
-    """
+    """The family of the id."""
     family = find_family(args.env_id)
     if family is None or not family.outcomes:
         raise ValueError(f"env_id: requests of {args.env_id!r} are not told when they end")

@@ -1,16 +1,10 @@
 """Proximal policy optimisation for the serverless ids: one categorical head per part of the plan.
 
-A decision is a plan for one request (remote experts, order, memory of the main function and of the
-remote ones, replicas), so the action is MultiDiscrete. What differs from ``ppo``:
-
- * Reusing what is warm needs every part of the plan to be as before, and a policy that explores
-   each part on its own breaks the plan at almost every request. The environments are therefore
-   made with ``keep_action=True``, whose last part of the action keeps the plan that is warm. The
-   other heads have no effect then, and no part in the probability and the entropy.
- * Columns of the observation differ in scale by two orders of magnitude; they are standardised.
- * A plan matters for the next requests only through what it leaves warm: the discount is short.
-
-``python agents/ppo_serverless.py --help`` lists the options.
+What differs from ``ppo``: reusing what is warm needs every part of the plan to be as before, and a
+policy that explores each part on its own breaks the plan at almost every request. The environments
+are therefore made with ``keep_action=True``, whose last part of the action keeps the plan that is
+warm; the other heads have no effect then, and no part in the probability and the entropy. A plan
+matters for the next requests only through what it leaves warm: the discount is short.
 """
 
 from __future__ import annotations

@@ -9,16 +9,8 @@ memory, running and waiting requests of an expert (Eq. 7)::
     python agents/sac_rows.py --rows experts --shaping False --set rate=8
 
 The losses are those of CleanRL's ``sac_atari.py``: an actor, two critics of which the lesser
-counts, entropy in the value, a learned temperature. Beyond the textbook, with the level lost at 5,
-8 and 10 requests/s without it (table ``sac_parts``):
-
-- the change of the expected QoS of the requests held is added to the reward: .031/.025/.069;
-- what follows an action is a value less the time that the request takes at a learned price above
-  zero: an MLP in its place loses .001/.016/.050, nothing in its place -.011/.140/.289;
-- lambda-returns, computed once for each step: -.007/.138/.280;
-- batches come from the latest quarter of the steps, whose values are not old: .007/.005/.022;
-- rewards less a running fit to arrivals and requests, not less their mean: -.003/.003/.000; and the
-  average of the weights that is evaluated, which is worth nothing in the last policy.
+counts, entropy in the value, a learned temperature. Table ``sac_parts`` has what is lost without
+each part that is beyond the textbook.
 
 Neighbour: `sac_han`, the same learner with a graph network as its encoder.
 """

@@ -2,18 +2,15 @@
 
 A decision for expert n changes what n holds and nothing else. One network values the queue of any
 expert, with the arrived request and without it: sending it there is worth the difference, a drop
-is worth 0. Nothing comes from the action impact estimator. The value of a queue is that of
+is worth 0. The value of a queue is that of
 
 - the requests held: the predicted score of each times its probability to be in time, which is
   learnt from what became of it, as a router is told when the answer ends;
 - later requests, by TD(lambda): what each that is sent there is expected to earn, less a rent, what
   the policy would make of it without this expert, since that is no merit of the queue.
 
-The policy is a softmax over these differences; the greedy one is evaluated. Training is on-policy:
-an episode of every environment, then gradient steps on their queues. An average of the weights acts
-and makes the targets::
-
-    python agents/td_afterstates.py --set rate=8
+The policy is a softmax over these differences; the greedy one is evaluated. Training is on-policy,
+and an average of the weights acts and makes the targets.
 """
 
 from __future__ import annotations

@@ -103,6 +103,12 @@ class Batch(ABC):
                 "restore a state into an environment made with the same arguments."
             )
 
+    @staticmethod
+    def out_of_range(actions: np.ndarray, row: int, words: str) -> ValueError:
+        """The error of a row's action that is none of those in ``words``."""
+        action = actions[row].tolist()
+        return ValueError(f"action {action} of system {row} is out of range: {words}.")
+
     def fresh_observation(self) -> Any:
         """A copy of the observation."""
         if isinstance(self.observation, dict):
