@@ -103,7 +103,10 @@ class PrefixTrace:
         return int(hits), int(blocks)
 
     def stream_shared(self, output_reuse: bool = True) -> np.ndarray:
-        """Tokens of the source's prompt and output that each request begins with: int64 (n,)."""
+        """Tokens that each request shares with its source: int64 (n,).
+
+        With ``output_reuse`` also those of outputs that are taken to be repeated.
+        """
         shared = self.shared_tokens.astype(np.int64)
         if output_reuse:
             at = np.flatnonzero(self.repeats_output)
