@@ -120,11 +120,7 @@ def policy_from_file(
 
 
 def _saved_by_sb3(file: Path, content: bytes) -> Any:
-    """The policy of a model that Stable-Baselines3 or sb3-contrib saved, without its algorithm.
-
-    Raises:
-        ValueError: If it is none, or the library that it was saved by is missing.
-    """
+    """The policy of a model that Stable-Baselines3 or sb3-contrib saved, without its algorithm."""
     parts = ("policy_class", "observation_space", "action_space", "policy_kwargs")
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:

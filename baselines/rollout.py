@@ -28,8 +28,7 @@ class RolloutPolicy(BasePolicy):
     Args:
         system: The system.
         horizon: Requests that the rule decides after the first action.
-        rule: What decides in the environment.
-        ahead: The same on the copies.
+        rule: What decides in the environment and on the copies.
     """
 
     name = "rollout"
@@ -41,9 +40,9 @@ class RolloutPolicy(BasePolicy):
     alone = False
     """Whether the copies of each row play without those of other rows."""
 
-    def __init__(self, system: Any, horizon: int, rule: Policy, ahead: Policy) -> None:
+    def __init__(self, system: Any, horizon: int, rule: Policy) -> None:
         super().__init__(system)
-        self.horizon, self._rule, self._ahead = horizon, rule, ahead
+        self.horizon, self._rule = horizon, rule
         self._env: Any = None
         self._problem: Any = None
         self._copies: Any = None
@@ -107,5 +106,5 @@ class RolloutPolicy(BasePolicy):
             live &= ended == 0.0
             if not live.any():
                 break
-            choice = self._ahead.act(copies.observation, copies.action_mask)
+            choice = self._rule.act(copies.observation, copies.action_mask)
         return total.reshape(tried.shape)

@@ -103,6 +103,17 @@ class Batch(ABC):
                 "restore a state into an environment made with the same arguments."
             )
 
+    @staticmethod
+    def out_of_range(actions: np.ndarray, row: int, words: str) -> ValueError:
+        """The error of a row's action that is none of those in ``words``."""
+        action = actions[row].tolist()
+        return ValueError(f"action {action} of system {row} is out of range: {words}.")
+
+    def row_views(self, row: int) -> Any:
+        """Views of a row's observation."""
+        obs = self.observation
+        return {name: x[row] for name, x in obs.items()} if isinstance(obs, dict) else obs[row]
+
     def fresh_observation(self) -> Any:
         """A copy of the observation."""
         if isinstance(self.observation, dict):
@@ -345,11 +356,7 @@ class BatchEnv(gym.Env, Generic[P, B]):
     def _make_views(self) -> None:
         self._out = self.batch.out[0]
         self._mask = self.batch.action_mask[0]
-        buffers = self.batch.observation
-        if isinstance(buffers, dict):
-            self._views: Any = {name: part[0] for name, part in buffers.items()}
-        else:
-            self._views = buffers[0]
+        self._views = self.batch.row_views(0)
 
     def __getstate__(self) -> dict[str, Any]:
         # Views of the batch's buffers are made anew: pickled, they would become copies.

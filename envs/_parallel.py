@@ -87,15 +87,10 @@ class BatchParallelEnv(ParallelEnv, Generic[P, B]):
     def _observations(self) -> dict[str, Any]:
         """What each agent sees, in fresh arrays."""
 
-    def _views(self) -> Any:
-        """Views of what the single environment would see."""
-        obs = self.batch.observation
-        return {name: part[0] for name, part in obs.items()} if isinstance(obs, dict) else obs[0]
-
     def state(self) -> np.ndarray:
         """What the single environment would see, flattened, for centralised critics."""
         need_episode("tell the state", self._random is not None)
-        return np.asarray(spaces.flatten(self._inner, self._views()))
+        return np.asarray(spaces.flatten(self._inner, self.batch.row_views(0)))
 
     def request_log(self) -> np.ndarray:
         """One row per request of the current episode, see ``REQUEST_LOG`` of the family's core."""

@@ -203,12 +203,7 @@ class BatchVectorEnv(VectorEnv, Generic[P, B]):
             truncations = self._steps >= self.max_episode_steps
             done = terminations | truncations
             ended = int(done.sum())
-        if ended == 0:
-            info = self._info(live, masks=self._all)
-            if live is not self._all:
-                info.update(self._reset_info(~live))
-            return self._observation(), rewards, terminations, truncations, info
-        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+        if ended and self.autoreset_mode is AutoresetMode.SAME_STEP:
             info = {
                 "final_obs": self._final_observations(done),
                 "final_info": self._info(done, ended=terminations),
@@ -219,8 +214,9 @@ class BatchVectorEnv(VectorEnv, Generic[P, B]):
             info.update(self._info(live & ~done, masks=self._all))
             info.update(self._reset_info(done))
         else:
-            self._done, self._any_done = done.copy(), True
-            info = self._info(live, ended=terminations, masks=self._all)
+            if ended:
+                self._done, self._any_done = done.copy(), True
+            info = self._info(live, ended=terminations if ended else None, masks=self._all)
             if live is not self._all:
                 info.update(self._reset_info(~live))
         return self._observation(), rewards, terminations, truncations, info

@@ -48,14 +48,8 @@ class PlacementPolicy(BasePolicy):
         """Eq. 4: whether the plan's remote calls and loads cost less until the next decision.
 
         Slots are counted by GPU and then added, and an expert on another GPU of the same server is
-        local.
-
-        Args:
-            counts: (N, L, E) since the last change.
-            current: (G, L, E).
-            plan: (G, L, E).
-            extra_s: (N,) mean seconds of a remote token less those of a local one.
-            window_s: Seconds over which the counts were taken.
+        local. ``counts`` (N, L, E) were taken over ``window_s``, ``extra_s`` (N,) is what a remote
+        token takes more than a local one.
         """
         if window_s <= 0:
             return False

@@ -1,13 +1,9 @@
 """Prism: Algorithm 1 (how many experts of a layer) and Algorithm 2 (which), corrected.
 
-Algorithm 1 is `decode.layer_sizes` of the entropy of a server's layers.
-
 Corrections to the print: the layer counts are clamped at E; what floor and clamp leave over is
 spent; only layers above E give experts away; a server without duplicates is passed over.
-`prism_printed` leaves slots unused as the print does, for comparison.
-
-Theorem 1 does not bound Algorithm 2: the algorithm has to keep layer counts and coverage, which the
-theorem's optimum does not. Arguments and results are those of `feasibility`.
+`prism_printed` leaves slots unused as the print does, for comparison. Theorem 1 does not bound
+Algorithm 2, which has to keep layer counts and coverage, as the theorem's optimum does not.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """The features of LLM routing that learned routers read: one table, a row a feature.
 
-A feature has a name, a text and a formula over `Facts`, the numbers of a batch of observations and
-of what the action impact estimator (Eq. 13-15, over distributions of output lengths, see
-`ExpectedQos`) says of them. Learners select features by name, or take all as flat rows
-(`expert_rows`, `node_rows`).
-
-Features mean the same for two cards and for sixteen, whatever they serve: loads are counted in the
-largest batch that an expert keeps within L, rates and work in what it then serves. A distance is
-tanh(3 (l / L - 1)), negative in time. A squashed ratio x is 2 x / (1 + x): 0 at none, 1 at a whole,
-2 at most.
+A feature has a name, a text and a formula over `Facts`. It means the same for two cards and for
+sixteen, whatever they serve: loads are counted in the largest batch that an expert keeps within L,
+rates and work in what it then serves. A distance is tanh(3 (l / L - 1)), negative in time. A
+squashed ratio x is 2 x / (1 + x): 0 at none, 1 at a whole, 2 at most.
 """
 
 from __future__ import annotations
@@ -264,9 +259,6 @@ def expert_rows(facts: Facts) -> Rows:
     """The arrived request and the experts as flat rows (B, 7 + 19 N).
 
     By `ARRIVED_FEATURES`, then of each expert by `EXPERT_FEATURES`.
-
-    Raises:
-        ValueError: If the number of experts is not that of the system.
     """
     return _rows(facts)
 

@@ -2,13 +2,10 @@
 
 Each expert's queues are played forward with the mean laws and the predicted lengths: admit from
 the head of the queue while a slot is free and the mean request finds memory (a prefill that blocks
-the others), decode until the next request is predicted to finish, repeat. At most one phase a
-request is needed, so the whole estimate costs microseconds.
+the others), decode until the next request is predicted to finish, repeat.
 
-A predicted length is the centre of the bucket that the predictor names, and predictors err. The
-train split has the lengths that came true under every prediction, and with them the survival curve
-of an answer: how many tokens are left, given that so many have come and it has not ended.
-`ExpectedQos` has the estimate at mean lengths, and the chances that answers are in time.
+A predicted length is the centre of a bucket, and predictors err. The train split has the lengths
+that came true under every prediction, and with them the survival curve of an answer.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ class Rollout(RolloutPolicy, RoutingPolicy):
     batch = RoutingBatch
 
     def __init__(self, system: RoutingSystem, *, horizon: int = 100) -> None:
-        rule = PricedGreedy(system)
-        super().__init__(system, whole("horizon", horizon, 0), rule, rule)
+        super().__init__(system, whole("horizon", horizon, 0), PricedGreedy(system))
 
     def problem_of(self, env: Any) -> Any:
         """The same problem with the other reward: the dynamics do not depend on it."""

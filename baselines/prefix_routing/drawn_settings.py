@@ -41,12 +41,7 @@ IDLE = 16
 
 
 def draw_setting(kind: str, rng: np.random.Generator) -> Setting:
-    """Arguments of an environment but for the rate, which `with_rate` adds.
-
-    Args:
-        kind: One of `KINDS`.
-        rng: The source of chance.
-    """
+    """Arguments of an environment but for the rate, which `with_rate` adds."""
     replicas = int(rng.choice(REPLICAS))
     cards = [CARDS[0]] * replicas
     if rng.random() < 0.4:

@@ -1,13 +1,4 @@
-"""The files of gateways, read into settings and written from them.
-
-========= ==========================================================================================
-gateway   file
-========= ==========================================================================================
-llm-d     ``EndpointPickerConfig`` in YAML, also of the Gateway API inference extension
-dynamo    YAML of ``--router-policy-config``, or the flags of its frontend, or ``DYN_ROUTER_...=``
-sglang    the flags of ``sglang_router.launch_router``
-aibrix    ``AIBRIX_PREFIX_CACHE_...=`` of the gateway's plugins
-========= ==========================================================================================
+"""The files of gateways, read into settings and written from them: YAML, flags or variables.
 
 What a file says of anything but the choice of a replica stays in it, but for comments in YAML. A
 plugin, policy or parameter that would change the choice and is not in `plugins` is refused by name.

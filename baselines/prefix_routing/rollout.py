@@ -50,8 +50,7 @@ class Rollout(RolloutPolicy):
     batch, alone = PrefixBatch, True
 
     def __init__(self, system: PrefixSystem, horizon: int = 60) -> None:
-        rule = _Dynamo(system)
-        super().__init__(system, whole("horizon", horizon, 1, 1 << 20), rule, rule)
+        super().__init__(system, whole("horizon", horizon, 1, 1 << 20), _Dynamo(system))
 
     def problem_of(self, env: Any) -> Any:
         """That of the environment, if its reward is the number that is counted."""

@@ -202,12 +202,7 @@ class Cluster:
     def check_placement(self, placement: Any, covered: bool = True) -> np.ndarray:
         """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
 
-        Args:
-            placement: Which GPU holds which experts.
-            covered: Whether every expert must be on some GPU.
-
-        Raises:
-            ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
+        If ``covered``, every expert must be on some GPU.
         """
         z = np.asarray(placement)
         shape = (self.num_gpus, self.layers, self.experts)

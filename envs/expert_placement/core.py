@@ -395,11 +395,7 @@ class PlacementEpisode:
         )
 
     def restore(self, state: PlacementState) -> None:
-        """Go back to a copied state.
-
-        Raises:
-            ValueError: the state is of a system of other sizes.
-        """
+        """Go back to a copied state."""
         ours, copied = self.simulator.state.resident, state.simulator.state.resident
         Batch.check_state("simulator.state.resident", ours, copied, ours.shape == copied.shape)
         self.requests = state.requests

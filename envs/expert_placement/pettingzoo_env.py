@@ -142,7 +142,7 @@ class ExpertPlacementParallelEnv(BatchParallelEnv[Problem, PlacementBatch], pett
         )
 
     def _observations(self) -> dict[str, Any]:
-        obs, cluster = self._views(), self.problem.cluster
+        obs, cluster = self.batch.row_views(0), self.problem.cluster
         view = cluster.server_view(obs["placement"]).astype(np.int8)
         cap = np.maximum(cluster.cap, 1)
         observations = {}

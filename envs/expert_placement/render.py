@@ -22,11 +22,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def render(system: PlacementEpisode, mode: str) -> str | np.ndarray:
-    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``).
-
-    Raises:
-        DependencyNotInstalled: pixels are asked for and matplotlib is missing.
-    """
+    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``)."""
     return _text(system) if mode == "ansi" else _pixels(system)
 
 

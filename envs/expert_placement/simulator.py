@@ -428,13 +428,7 @@ class Simulator:
     def count_assignments(
         self, home: np.ndarray, prompt: np.ndarray, outputs: np.ndarray
     ) -> np.ndarray:
-        """Int64 ``(N, L, E)``: assignments of requests that are not simulated.
-
-        Args:
-            home: int64 ``(R,)`` server of each.
-            prompt: int64 ``(R,)`` its prompt.
-            outputs: int64 ``(R,)`` tokens of its answer.
-        """
+        """Int64 ``(N, L, E)``: assignments of requests ``(R,)`` that are not simulated."""
         counts = np.zeros_like(self.counts())
         simulation.count_assignments(home, prompt, outputs, self.load, counts)
         return counts

@@ -246,8 +246,7 @@ class RoutingBatch(Batch):
     ) -> tuple[Arrivals, list[float]]:
         """Draw the fleet of a row, if it is drawn, and L.
 
-        Returns:
-            The arrival process, and the mean rate (requests/s) of each of the streams.
+        The arrival process, and the mean rate (requests/s) of each of the streams.
         """
         problem = self.problem
         if problem.fleets is None:
@@ -301,11 +300,7 @@ class RoutingBatch(Batch):
         which = np.ascontiguousarray(which, np.int8)
         ended = self._step(*self._arguments, actions, which, 0, self.num_rows)
         if ended < 0:
-            bad = -1 - ended
-            raise ValueError(
-                f"action {int(actions[bad])} of system {bad} is out of range: "
-                f"{action_words(self.problem)}."
-            )
+            raise self.out_of_range(actions, -1 - ended, action_words(self.problem))
         return ended
 
     def clone(self, row: int) -> RoutingState:

@@ -114,11 +114,7 @@ DRAWN = (*SETTING, "num_experts", "score_predictor", "length_predictor")
 def experts_of(
     profiles: Any, num_experts: int | None, models: Any
 ) -> tuple[list[Profile], list[str] | None]:
-    """Profiles of the experts and, where a fleet or the caller names them, their models.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """Profiles of the experts and, where a fleet or the caller names them, their models."""
     names = None
     single = isinstance(profiles, str)
     if single and profiles in list_fleets():
@@ -162,9 +158,6 @@ def columns_of(
 
     The models of ``names`` if the caller gave them or the catalog has them all; without names those
     of the default fleet; else the catalog's first.
-
-    Raises:
-        ValueError: the catalog lacks a given model, or has fewer models than experts.
     """
     if names is not None and (models_given or set(names) <= set(catalog.models)):
         return np.asarray(catalog.columns(names))

@@ -201,7 +201,7 @@ class LLMRoutingParallelEnv(BatchParallelEnv[Problem, RoutingBatch], ParallelEnv
 
     def _observations(self) -> dict[str, Any]:
         turn = self._turn()
-        obs, mask = self._views(), self.batch.action_mask[0]
+        obs, mask = self.batch.row_views(0), self.batch.action_mask[0]
         observations = {}
         for k, agent in enumerate(self.agents):
             if k != turn:

@@ -62,11 +62,7 @@ class _Scene(NamedTuple):
 
 
 def render(batch: RoutingBatch, row: int, mode: str) -> str | np.ndarray:
-    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``).
-
-    Raises:
-        DependencyNotInstalled: pixels are asked for and matplotlib is missing.
-    """
+    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``)."""
     scene = _look(batch, row)
     return _text(scene) if mode == "ansi" else _pixels(scene)
 

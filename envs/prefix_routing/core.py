@@ -250,11 +250,7 @@ class PrefixBatch(Batch):
         actions = np.ascontiguousarray(actions, np.int64)
         ended = self._step(*self._arguments(), actions, np.ascontiguousarray(which, np.int8))
         if ended < 0:
-            bad = -1 - ended
-            raise ValueError(
-                f"action {int(actions[bad])} of system {bad} is out of range: "
-                f"{action_words(self.problem)}."
-            )
+            raise self.out_of_range(actions, -1 - ended, action_words(self.problem))
         return ended
 
     def clone(self, row: int) -> PrefixState:

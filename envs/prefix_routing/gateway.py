@@ -45,9 +45,6 @@ def gateway_config(
         index_delay_s: Age at which cache events reach a precise index.
         smoothing: Weight of a new measurement in the moving averages, in (0, 1].
         heat_s: Time constant of the tenants' heat.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
     """
     config = np.zeros(1, gateway.CONFIG)[0]
     config["index"] = INDEXES.index(choose("index", index, INDEXES))

@@ -23,11 +23,7 @@ _MISSED = np.array([[247, 196, 192], [170, 35, 30]]) / 255.0
 
 
 def render(batch: Any, row: int, mode: str) -> Any:
-    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``).
-
-    Raises:
-        DependencyNotInstalled: pixels are asked for and matplotlib is missing.
-    """
+    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``)."""
     return _text(batch, row) if mode == "ansi" else _pixels(batch, row)
 
 

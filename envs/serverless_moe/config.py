@@ -39,20 +39,13 @@ NEIGHBOURS = 15
 
 
 def slo_classes(model: MoeModel, **grids: Any) -> tuple[tuple[float, float], ...]:
-    """SLO classes of a model in the preset ``dynamic``.
+    """(TTFT s, TPOT s) of each SLO class of a model in the preset ``dynamic``.
 
     They are the same multiples of what the model can reach as the default model's classes are of
     what that one can: of the best TTFT, cold and at the mean prompt length (`best_ttft_s`), and of
     the TPOT with all experts local (`local_tpot_s`), which no overhead spoils. Constants are the
     default ones, limits have two digits. An SLO that one model meets with ease another cannot meet
     at all.
-
-    Args:
-        model: the model.
-        **grids: ``main_specs_mb`` and ``remote_specs_mb`` if they are not the model's own.
-
-    Returns:
-        (TTFT s, TPOT s) of each class.
     """
     preset = PRESETS["dynamic"]
     if model.name == DEFAULT_MODEL:

@@ -225,11 +225,8 @@ class ServerlessBatch(Batch):
         p = self.problem
         ended = kernel.step(p.tables, self.arrays, actions, p.nvec, which)
         if ended < 0:
-            bad = -1 - ended
-            raise ValueError(
-                f"action {actions[bad].tolist()} of system {bad} is out of range: entries must be "
-                f"from 0 to below {p.nvec.tolist()}."
-            )
+            words = f"entries must be from 0 to below {p.nvec.tolist()}"
+            raise self.out_of_range(actions, -1 - ended, words)
         return ended
 
     def values(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -1,15 +1,8 @@
 """What a plan takes and costs under a load: the equations of ``kernel.cost`` summed in numpy.
 
-What a caller needs::
-
-    system = build_system("deepseek-v2-lite", gpu="eager")  # in servegym.envs.serverless_moe.system
-    request = Request(prefill_counts, decode_sets, trem_s, n_in)  # what is served
-    plan = make_plan(system, remote, expected_counts, n_out)  # how: a Plan
-    outcome = evaluate_plan(system, request, plan)  # times, cost, violations
-    expected_outcome(system, Load.predicted(system, frequency, n_in, n_out, trem_s), plan)  # ahead
-
-Shapes: L MoE layers in the order of the model's blocks, K routed experts in each, R = top_k + 1
-numbers of remote experts that a token can have.
+`evaluate_plan` takes a request with its true routing, `expected_outcome` a predicted load. L are
+MoE layers in the order of the model's blocks, K routed experts in each, R = top_k + 1 numbers of
+remote experts that a token can have.
 """
 
 from __future__ import annotations

@@ -53,11 +53,7 @@ def replica_sums(plan: Plan, weights: np.ndarray) -> np.ndarray:
 def violated(system: SystemModel, counts: np.ndarray, n_out: float, plan: Plan) -> dict[str, bool]:
     """Which of 10d-10g and 10i the plan violates, by name.
 
-    Args:
-        system: the system.
-        counts: (L, K) prompt tokens of each expert, true or expected.
-        n_out: generated tokens.
-        plan: the plan.
+    ``counts`` (L, K) are the prompt tokens of each expert, true or expected.
     """
     used = plan.remote.any(axis=1)
     need = remote_memory_mb(system, counts, plan.remote)
@@ -110,14 +106,8 @@ def make_plan(
     z_l is the least number with which 10g holds, plus ``extra_replicas``. What no specification or
     no z_l <= z_max can meet takes the largest.
 
-    Args:
-        system: the system.
-        remote: bool ``(L, K)``.
-        counts: ``(L, K)`` expected prompt tokens of each expert.
-        n_out: most tokens that may be generated.
-        main_headroom_mb: MB above the minimum of W.
-        remote_headroom_mb: MB above the minimum of each Y_l, a number or ``(L,)``.
-        extra_replicas: replicas above the minimum, a number or ``(L,)``.
+    ``counts`` (L, K) are the expected prompt tokens of each expert, ``n_out`` the most tokens that
+    may be generated. Headrooms of the remote functions are numbers or ``(L,)``.
     """
     layers = system.moe_layers
     more_mb = np.broadcast_to(remote_headroom_mb, (layers,))

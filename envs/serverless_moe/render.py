@@ -25,11 +25,7 @@ _TOP = 2.0  # cost over that of MIX at the top edge
 
 
 def render(batch: Any, row: int, mode: str) -> Any:
-    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``).
-
-    Raises:
-        DependencyNotInstalled: pixels are asked for and matplotlib is missing.
-    """
+    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``)."""
     log = batch.request_log(row)
     return _text(batch, log) if mode == "ansi" else _pixels(batch, log)
 

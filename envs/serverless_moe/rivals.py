@@ -62,25 +62,13 @@ def deployment_cost(
     """
     choose("deployment", name, DEPLOYMENTS)
     check_limits(ttft_limit_s, tpot_limit_s)
+    limits = {"ttft_limit_s": ttft_limit_s, "tpot_limit_s": tpot_limit_s}
     if name == "mix":
+        starts = Cold(cold, np.zeros(system.moe_layers, dtype=np.int64))
         plan = mix_plan(system, request.n_out)
-        none = np.zeros(system.moe_layers, dtype=np.int64)
-        return evaluate_plan(
-            system,
-            request,
-            plan,
-            cold=Cold(cold, none),
-            ttft_limit_s=ttft_limit_s,
-            tpot_limit_s=tpot_limit_s,
-        )
-    served = serve(name, system, request)
-    return Outcome(
-        bill=cost.bill_deployment(system, served, cold),
-        n_out=request.n_out,
-        broken={},
-        ttft_limit_s=ttft_limit_s,
-        tpot_limit_s=tpot_limit_s,
-    )
+        return evaluate_plan(system, request, plan, cold=starts, **limits)
+    bill = cost.bill_deployment(system, serve(name, system, request), cold)
+    return Outcome(bill=bill, n_out=request.n_out, broken={}, **limits)
 
 
 def serve(name: str, system: SystemModel, request: Request) -> Any:

@@ -134,12 +134,7 @@ class SystemModel:
         return one, self.expert_token_s / np.minimum(gb, self.max_vcpus)
 
     def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
-        """One expert call on CPU, in seconds; none for no token.
-
-        Args:
-            mb: memory of the function in MB, an array or a number.
-            tokens: tokens routed to the expert, broadcast against ``mb``.
-        """
+        """One expert call on CPU, in seconds; none for no token."""
         n = np.asarray(tokens, dtype=np.float64)
         return np.where(n > 0, cost.experts_s(*self.expert_law(mb), 0.0, 1.0, n), 0.0)
 
@@ -339,9 +334,6 @@ def check_slo(
 
     ``slo`` (C, 2) has the limits of TTFT and TPOT in seconds, ``trem_s`` is the least overhead;
     with ``cold`` every request starts cold.
-
-    Raises:
-        ValueError: naming the limit and the best achievable.
     """
     bounds = {"TTFT": best_ttft_s(system, n_in, cold), "TPOT": best_tpot_s(system, trem_s)}
     for i, limits in enumerate(slo):

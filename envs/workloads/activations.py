@@ -1,12 +1,8 @@
 """MoE models and the experts their tokens activate.
 
-A :class:`MoeModel` holds the sizes of one mixture-of-experts model. An :class:`Activations` holds,
-for a set of prompts, how often every expert of every MoE layer was chosen and a bank of whole
-tokens: the set of experts a token took in each layer at once. The bank matters where the joint
-choice decides, for example whether *any* of a token's experts lies on another server.
-
-``load_activations`` gives recorded routing where there is some and marked synthetic routing
-elsewhere; ``make_toy_activations`` gives a small synthetic set for tests.
+An :class:`Activations` holds, for a set of prompts, how often every expert of every MoE layer was
+chosen and a bank of whole tokens: the set of experts a token took in each layer at once. The bank
+matters where the joint choice decides, as whether *any* of a token's experts is on another server.
 """
 
 from __future__ import annotations

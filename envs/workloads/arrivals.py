@@ -1,10 +1,9 @@
 """Arrival processes: when the requests of an episode come.
 
-Every process is defined for a mean gap of one (time in units of the mean inter-arrival time) and
-scaled by the rate that ``sample`` is asked for, so burstiness is fixed in numbers of requests, not
-in seconds. All chance comes from the generator passed to ``sample``. Processes start in the law
-that they have just after an arrival (the Palm law), which makes the mean of the n-th arrival time
-n / rate exactly. The fitted presets go further: each sample's own mean rate is the one asked for.
+Every process is defined for a mean gap of one and scaled by the rate that ``sample`` is asked for,
+so burstiness is fixed in numbers of requests, not in seconds. Processes start in the law that they
+have just after an arrival (the Palm law), which makes the mean of the n-th arrival time n / rate
+exactly. The fitted presets go further: each sample's own mean rate is the one asked for.
 """
 
 from __future__ import annotations

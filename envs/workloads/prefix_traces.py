@@ -23,7 +23,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -103,10 +103,9 @@ class PrefixTrace:
         return int(hits), int(blocks)
 
     def stream_shared(self, output_reuse: bool = True) -> np.ndarray:
-        """Tokens of the source's prompt and output that each request begins with: int64 (n,).
+        """Tokens that each request shares with its source: int64 (n,).
 
-        Args:
-            output_reuse: Whether outputs count that are taken to be repeated.
+        With ``output_reuse`` also those of outputs that are taken to be repeated.
         """
         shared = self.shared_tokens.astype(np.int64)
         if output_reuse:
@@ -156,7 +155,7 @@ def unpack(arrays: dict[str, np.ndarray], layout: dict[str, Any]) -> PrefixTrace
     )
     prompt = arrays["prompt_tokens"]
     shared = np.minimum(arrays["shared_blocks"].astype(np.int32) * layout["block_size"], prompt)
-    fields = {
+    columns = {
         "time_s": arrays["time_ms"] / 1e3,
         "prompt_tokens": prompt,
         "output_tokens": arrays["output_tokens"].astype(np.int32),
@@ -168,9 +167,9 @@ def unpack(arrays: dict[str, np.ndarray], layout: dict[str, Any]) -> PrefixTrace
         "think_s": arrays["think_ms"] / 1e3,
         "system_tokens": arrays["system_tokens"].astype(np.int32),
     }
-    for array in fields.values():
+    for array in columns.values():
         array.setflags(write=False)
-    return PrefixTrace(**layout, **fields)
+    return PrefixTrace(**layout, **columns)
 
 
 class _Chains:
@@ -334,18 +333,8 @@ def think_times(time_s: np.ndarray, after: np.ndarray, recorded: np.ndarray) -> 
     return np.where(after < 0, 0.0, np.maximum(np.fmin(recorded, gap), 0.0))
 
 
-_COLUMNS = (
-    "time_s",
-    "prompt_tokens",
-    "output_tokens",
-    "source",
-    "shared_tokens",
-    "repeats_output",
-    "session",
-    "after",
-    "think_s",
-    "system_tokens",
-)
+# Of a request: from its time to the tokens of its system prompt.
+_COLUMNS = [field.name for field in fields(PrefixTrace)][1:11]
 
 
 def _read_kvcache(paths: Sequence[Path]) -> PrefixTrace:

@@ -32,21 +32,11 @@ class Requests:
 
 
 def load_requests(path: str | os.PathLike[str]) -> Requests:
-    """Read a file of requests with the score of each LLM.
+    """Read a CSV or JSONL file of requests with the score of each LLM, in the columns' order.
 
     Columns, under any of their `NAMES`: ``arrival_s``, ``prompt_tokens``; for each LLM
     ``score_NAME``, and ``output_tokens_NAME`` unless there is one column ``output_tokens`` for all;
     what a router predicts may stand in ``predicted_score_NAME`` and ``predicted_tokens_NAME``.
-
-    Args:
-        path: CSV or JSONL, see `read_requests`.
-
-    Returns:
-        The requests; the LLMs are in the order of their score columns.
-
-    Raises:
-        MalformedFileError: Naming the file, the line and the field.
-        OSError: If the file cannot be opened.
     """
 
     def kinds(header: Sequence[str]) -> Kinds:

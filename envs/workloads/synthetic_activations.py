@@ -91,14 +91,8 @@ def generate_tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draw prompts and their tokens.
 
-    Args:
-        law: ``prompts_per_task``, ``tokens`` (low, high), ``kinds``, ``kind_sd``, ``prompt_sd``.
-        targets: float (tasks, L, E); they do not depend on the seed.
-        seed: Seed of prompts and tokens.
-
-    Returns:
-        Tokens of each prompt, int64 (P,); the task of each, int64 (P,); expert sets of all tokens
-        in order of the prompts, uint64 (T, L).
+    Tokens of each prompt, int64 (P,); the task of each, int64 (P,); expert sets of all tokens in
+    order of the prompts, uint64 (T, L). The ``targets`` (tasks, L, E) do not depend on the seed.
     """
     rng = np.random.default_rng([int(law["seed"]), seed, 2])
     tasks, layers, experts = targets.shape

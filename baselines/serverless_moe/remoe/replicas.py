@@ -45,12 +45,8 @@ def choose_replicas(
     whose increment lowers the prefill time, the greatest potential (fall of the cost) goes up.
     3. While a potential is positive: the best goes up. Nowhere above z_max.
 
-    ``remote`` is (L, K), ``main_mb`` W, ``remote_mb`` (L,) Y, and ``cold_s`` the cold start in the
-    TTFT.
-
-    Returns:
-        Replicas int (L,), 0 for a layer without remote experts; and the replica of each expert int
-        (L, K), -1 for a local one.
+    The result is int (L,), 0 for a layer without remote experts, and the replica of each expert int
+    (L, K), -1 for a local one. ``cold_s`` is the cold start in the TTFT.
     """
     used = np.asarray(remote.any(axis=1))
     z_max = system.z_max
