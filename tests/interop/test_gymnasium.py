@@ -12,32 +12,8 @@ import servegym
 
 from .settings import SMALL, STEPS, make
 
-every_id = pytest.mark.parametrize("env_id", servegym.ENV_IDS)
 
-
-def play(env, seed=0):
-    """One episode of random actions: its rewards and the last info."""
-    env.reset(seed=seed)
-    rewards, ended = [], False
-    while not ended:
-        observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
-        assert env.observation_space.contains(observation)
-        rewards.append(reward)
-        ended = terminated or truncated
-    return rewards, info
-
-
-@every_id
-def test_record_episode_statistics_and_flatten_observation(env_id):
-    env = wrappers.RecordEpisodeStatistics(wrappers.FlattenObservation(make(env_id)))
-    assert len(env.observation_space.shape) == 1
-    rewards, info = play(env)
-    assert info["episode"]["l"] == len(rewards) == STEPS[env_id]
-    assert info["episode"]["r"] == pytest.approx(sum(rewards), abs=1e-5)
-    assert "episode_kpis" in info
-
-
-@every_id
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
 def test_record_video(env_id, tmp_path):
     pytest.importorskip("moviepy", reason="RecordVideo writes with moviepy")
     from moviepy import VideoFileClip
@@ -46,7 +22,9 @@ def test_record_video(env_id, tmp_path):
     env = wrappers.RecordVideo(
         wrappers.TimeLimit(make(env_id, render_mode="rgb_array"), 4), str(tmp_path / "videos")
     )
-    play(env)
+    env.reset(seed=0)
+    while not any(env.step(env.action_space.sample())[2:4]):
+        pass
     env.close()
     (video,) = tmp_path.glob("videos/*.mp4")
     with VideoFileClip(str(video)) as clip:
