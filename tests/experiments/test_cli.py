@@ -59,22 +59,6 @@ def test_a_learned_policy_says_what_made_it():
             assert re.search(r"agents/\w+[.]py", lines[name]), lines[name]
 
 
-def test_help_profiles_catalogs_and_measuring_import_nothing_heavy():
-    code = """
-import sys
-from servegym.envs.workloads import load_catalog
-from servegym.experiments import cli
-from servegym.hardware_profiles import load_fleet
-from servegym.hardware_profiles.measure import command, link, server
-load_fleet("paper-linear")
-load_catalog("alpaca_eval_7b")
-heavy = {"numba", "torch", "scipy", "matplotlib", "pandas", "jsonschema"}
-print(sorted(heavy & set(sys.modules)))
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
-
-
 def test_profiles_put_the_name_first():
     from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
 

@@ -43,32 +43,6 @@ def random_actions(count, n=3, seed=0):
     return np.random.default_rng(seed).integers(0, n + 1, count).tolist()
 
 
-@pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward", "dense"])
-@pytest.mark.parametrize("penalty", ["new_violations", "literal"])
-def test_every_reward_term_is_at_work(reward, penalty):
-    kwargs = {"reward": reward, "penalty": penalty, "profiles": "paper-linear"}
-    env = make(rate=10.0, episode_requests=300, **kwargs)
-    env.reset(seed=0)
-    infos = [env.step(action)[4]["reward_terms"] for action in random_actions(300)]
-    assert all(any(terms[name] != 0.0 for terms in infos) for name in infos[0])
-
-
-@pytest.mark.parametrize("env_id", ROUTING_IDS[:3])
-def test_the_final_observation_is_empty(env_id):
-    env = make(env_id, rate=50.0)
-    env.reset(seed=0)
-    for action in random_actions(25):
-        observation, _, terminated, _, info = env.step(action)
-    assert terminated and info["action_mask"].tolist() == [1, 1, 1, 1]
-    if env_id in (GRAPH, FLAT):  # the limit alone
-        found = gym.spaces.flatten(env.observation_space, observation)
-        assert found[found != 0].tolist() == [np.float32(0.03)]
-    else:
-        assert not observation.any()
-    kpis = info["episode_kpis"]
-    assert kpis["requests"] == 25 and 0.0 <= kpis["avg_qos"] <= 1.0
-
-
 @pytest.mark.parametrize("engine", [*ENGINES, FAILING], ids=lambda e: "-".join(map(str, e)))
 def test_rewards_of_an_episode_sum_to_its_quality_of_service(engine):
     rewards = {"completed_qos": 0.0, "paid_forward": 0.0, "dense": 0.6}

@@ -153,3 +153,21 @@ def test_trace_replays_its_gaps(tmp_path):
 def test_what_makes_no_arrivals_is_refused(name, kwargs, message, trace_file):
     with pytest.raises(ValueError, match=message):
         make_arrivals(name, **({"path": trace_file} if name == "trace" else {}) | kwargs)
+
+
+BEYOND = {  # of each parameter a value beyond its bounds
+    "gamma": {"cv": 101.0, "shape": 0.0, "fit": "nowhere"},
+    "mmpp": {"rate_ratio": 0.5, "busy_share": 1.0, "cycle_requests": 0.0, "fit": "nowhere"},
+    **dict.fromkeys(
+        FITTED, {"cv": -1.0, "rate_cv": 101.0, "rho": 1.0, "block_requests": 0.0, "window": 3}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [(name, one) for name, given in BEYOND.items() for one in given]
+)
+def test_parameters_are_refused_by_name(name, parameter):
+    for value in (BEYOND[name][parameter], "x y", np.nan, 10**400, [], {}):
+        with pytest.raises((ValueError, TypeError), match=parameter):
+            make_arrivals(name, **{parameter: value})
