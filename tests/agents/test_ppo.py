@@ -75,15 +75,3 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
     args = tiny("ppo_requests", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v1")[1]
     with pytest.raises(ValueError, match="env_id: .* are not told when they end"):
         ppo_requests.train(args)
-
-
-def test_a_short_training_rises_above_its_random_weights(tmp_path):
-    args = ppo.Args(
-        total_timesteps=24_000,
-        eval_every=24_000,
-        eval_episodes=4,
-        out_dir=str(tmp_path),
-        run_name="run",
-    )
-    scores = [row["eval/score"] for row in lines(ppo.train(args)) if "eval/score" in row]
-    assert scores[-1] > scores[0] + 0.1, scores

@@ -127,6 +127,26 @@ def test_a_run_of_one_step_ends_and_another_seed_has_other_weights(agent, tmp_pa
     assert any((values != weights[1][name]).any() for name, values in weights[0].items())
 
 
+SAC = {"total_timesteps": 100_000, "set": ("rate=8",), "eval_rates": (8.0,)}
+RISING = {
+    "sac_han": SAC,
+    "sac_rows": SAC,
+    "td_afterstates": {"total_timesteps": 150_000},
+    "ppo": {"total_timesteps": 24_000, "eval_episodes": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [one if one == "ppo" else pytest.param(one, marks=pytest.mark.slow) for one in RISING],
+)
+def test_a_short_training_rises_far_above_random_weights(agent, tmp_path):
+    module, given = import_module(f"servegym.agents.{agent}"), RISING[agent]
+    args = module.Args(out_dir=str(tmp_path), eval_every=given["total_timesteps"], **given)
+    scores = [row["eval/score"] for row in lines(module.train(args)) if "eval/score" in row]
+    assert scores[-1] > scores[0] + 0.1, scores
+
+
 @pytest.mark.parametrize(
     ("policy", "changes", "named"),
     [

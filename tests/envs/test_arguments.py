@@ -1,13 +1,19 @@
 """The records of the environments' arguments: what they hold, what they refuse, what they say."""
 
 import dataclasses
+import doctest
+import importlib
 import json
+import re
 
 import gymnasium as gym
 import pytest
 
 from servegym.envs._arguments import Arguments, choice, ends, number, span, switch, whole
 from servegym.envs.families import FAMILIES
+from servegym.envs.serverless_moe import config
+from servegym.envs.serverless_moe.env import ServerlessMoEEnv
+from servegym.envs.serverless_moe.kernel.layout import DICT
 
 OTHER = {  # arguments that stand for others, by id
     "servegym/LLMRouting-v1": {"fleet": "h100-8", "rate": 3.0},
@@ -94,3 +100,29 @@ def test_every_family_writes_its_arguments_in_its_docstring():
             assert f"| `{name}` |" in (cls.__doc__ or "")
         for columns in cls.columns.values():
             assert all(f"| `{column.name}` |" in (cls.__doc__ or "") for column in columns)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_examples_of_a_docstring_run(family):
+    module = importlib.import_module(f"servegym.envs.{family.name}.env")
+    failed, tried = doctest.testmod(module)
+    assert tried > 3 and failed == 0
+
+
+def test_serverless_states_the_values_of_actions_and_the_slo_classes(root):
+    doc = ServerlessMoEEnv.__doc__ or ""
+    doc = " ".join((doc + (root / "docs" / "serverless.md").read_text(encoding="utf-8")).split())
+    described = config.ServerlessArguments.described()
+    for name in ("w_headroom_mb", "y_headroom_mb", "z_headroom"):
+        values = ", ".join(str(x) for x in described[name].default)
+        assert re.search(rf"\| {values}( MB)? \(`{name}`\) \|", doc), name
+    for ttft, tpot in config.PRESETS["dynamic"]["slo"]:
+        assert f"({ttft:g} s, {1000 * tpot:g} ms)" in doc
+    harder = config.slo_classes(config.load_model("mixtral-8x7b"))
+    assert f"({harder[0][0]:g} s, {harder[0][1]:g} s)" in doc
+    assert f"({harder[-1][0]:g} s, {harder[-1][1]:g} s)" in doc
+    problem = config.build_problem(view=DICT)
+    assert f"`{problem.nvec.tolist()}`" in doc and f"{problem.nvec.sum()} entries" in doc
+    for name in ("main", "remote"):
+        specs = getattr(problem.system, f"{name}_specs_mb")
+        assert f"({specs[0]:g}, {specs[-1]:g}, {specs[1] - specs[0]:g})" in doc

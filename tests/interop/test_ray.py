@@ -23,13 +23,6 @@ from .settings import PLACEMENT, ROUTING, SERVERLESS
 pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def same(one, other):
-    """Rows of equal keys in equal order with values equal bit for bit, NaN included."""
-    return [list(map(repr, row.items())) for row in one] == [
-        list(map(repr, row.items())) for row in other
-    ]
-
-
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "policies"),
     [
@@ -43,7 +36,7 @@ def test_rows_and_logs_equal_the_local_run(env_id, kwargs, policies):
     settings = {"episodes": 5, "seed": 7, "env_kwargs": kwargs, "num_envs": 2}
     wanted = evaluate(env_id, policies, **settings)
     found = evaluate(env_id, policies, executor=Workers(ray="auto"), **settings)
-    assert len(found) == 5 * len(policies) and same(found, wanted)
+    assert len(found) == 5 * len(policies) and repr(found) == repr(wanted)
     assert list(found.logs) == list(wanted.logs)
     for name, logs in wanted.logs.items():
         assert [log.tobytes() for log in found.logs[name]] == [log.tobytes() for log in logs]
@@ -68,21 +61,15 @@ def test_an_evaluation_outlives_a_killed_worker(tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
             return self.rng.integers(action_mask.shape[1], size=len(action_mask))
 
-    settings = {
-        "episodes": 6,
-        "seed": 7,
-        "env_kwargs": ROUTING,
-        "num_envs": 2,
-        "guests": IN_PROCESS,
-    }
-    found = evaluate(
-        "servegym/LLMRouting-v1", [Deadly(), "random"], executor=Workers(ray="auto"), **settings
-    )
+    settings = {"episodes": 6, "seed": 7, "env_kwargs": ROUTING, "num_envs": 2}
+    settings |= {"guests": IN_PROCESS}
+    policies = [Deadly(), "random"]
+    found = evaluate("servegym/LLMRouting-v1", policies, executor=Workers(ray="auto"), **settings)
     assert (tmp_path / "killed").exists()
     begun = (tmp_path / "blocks").read_text().split()
     assert sorted(begun, key=int) == ["0", "2", "2", "4"]  # one block ran again, no other
-    wanted = evaluate("servegym/LLMRouting-v1", [Deadly(), "random"], **settings)
-    assert same(found, wanted)
+    wanted = evaluate("servegym/LLMRouting-v1", policies, **settings)
+    assert repr(found) == repr(wanted)
     assert [row["seed"] for row in found] == [*range(7, 13), *range(7, 13)]
 
 

@@ -8,7 +8,6 @@ pytest.importorskip("torch", reason="RLlib needs torch")
 pytest.importorskip("ray", reason="Ray is not installed")
 pytest.importorskip("ray.rllib", reason="RLlib is not installed: pip install 'ray[rllib]'")
 
-import ray
 from ray import tune
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.connectors.env_to_module import FlattenObservations
@@ -21,16 +20,7 @@ from servegym.envs.llm_routing import parallel_env as routing
 
 from .settings import PLACEMENT, ROUTING
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init(
-        num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False
-    )
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def ppo(name, env_config, steps):

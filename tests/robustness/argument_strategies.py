@@ -236,25 +236,6 @@ ROUTING: dict[str, Any] = {
     "requests_file": other([None], ["no/such/file.csv"], "none"),
 }
 
-_MODULATED = {
-    "cv": number(0.0, 100.0),
-    "rate_cv": number(0.0, 100.0),
-    "rho": number(0.0, most=0.999),
-    "block_requests": number(0.01),
-    "window": flag(),
-}
-PROCESSES = {
-    "gamma": {"cv": number(0.0, 100.0), "shape": number(1e-4), "fit": name("burstgpt", "azure")},
-    "mmpp": {
-        "rate_ratio": number(1.0, 1e6),
-        "busy_share": number(0.0, open_low=True, most=0.999),
-        "cycle_requests": number(0.01),
-        "fit": name("burstgpt", "azure"),
-    },
-    "burstgpt": _MODULATED,
-    "azure": _MODULATED,
-}
-"""Parameters of the arrival processes."""
 
 # ---------------------------------------------------------------------------------- serverless
 

@@ -28,7 +28,6 @@ from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.pettingzoo_env import LLMRoutingParallelEnv
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.serverless_moe.core import ServerlessBatch
-from servegym.envs.workloads import make_arrivals
 
 from ..nested import assert_same
 from .argument_strategies import (
@@ -36,10 +35,7 @@ from .argument_strategies import (
     CLUSTER,
     COMMON,
     FAMILIES,
-    LARGEST,
     PARALLEL,
-    PROCESSES,
-    TINY,
     VECTOR,
     Argument,
 )
@@ -269,28 +265,3 @@ def test_everything_else_is_refused_by_name(case, nothing_runs):
         refuses(lambda: build(env_id, form, case.arguments(value)), names, value)
 
     check()
-
-
-PARAMETERS = [(process, name) for process, table in PROCESSES.items() for name in table]
-
-
-@pytest.mark.parametrize(("process", "name"), PARAMETERS, ids=map("-".join, PARAMETERS))
-def test_parameters_of_arrival_processes(process, name):
-    argument = PROCESSES[process][name]
-
-    @tries(3)
-    @given(argument.valid, st.integers(0, 40), st.floats(TINY, LARGEST), st.integers(0, 1000))
-    def runs(value, count, rate, seed):
-        arrivals = make_arrivals(process, **{name: value})
-        times = arrivals.sample(count, np.random.default_rng(seed), rate)
-        assert times.shape == (count,) and np.isfinite(times).all()
-        assert (np.diff(times, prepend=0.0) >= 0).all()
-        assert np.array_equal(times, arrivals.sample(count, np.random.default_rng(seed), rate))
-
-    @tries(6)
-    @given(argument.bad)
-    def refused(value):
-        refuses(lambda: make_arrivals(process, **{name: value}), (name,), value)
-
-    runs()
-    refused()

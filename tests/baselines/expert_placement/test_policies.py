@@ -78,17 +78,15 @@ def test_rows_do_not_influence_each_other():
     env = make_env()
     observations = [env.reset(seed=s)[0] for s in (3, 4)]
     both = {k: np.stack([o[k] for o in observations]) for k in observations[0]}
-    for name in ("prism", "redundance"):
-        policy = make(name, env)
-        policy.reset(2, 0)
-        plans = policy.act(both, None)["plan"]
-        if name != "redundance":
-            for b in range(2):
-                policy.reset(1, 0)
-                alone = policy.act(batch(observations[b]), None)["plan"][0]
-                assert (alone == plans[b]).all()
-        else:
-            assert (plans[0] != plans[1]).any()
+    policy = make("prism", env)
+    policy.reset(2, 0)
+    for plan, observation in zip(policy.act(both, None)["plan"], observations, strict=True):
+        policy.reset(1, 0)
+        assert (policy.act(batch(observation), None)["plan"][0] == plan).all()
+    policy = make("redundance", env)
+    policy.reset(2, 0)
+    one, other = policy.act(both, None)["plan"]
+    assert (one != other).any()
 
 
 def test_migration_waits_until_it_pays():
@@ -102,16 +100,6 @@ def test_migration_waits_until_it_pays():
     assert policy.act(observation, None)["migrate"][0] == 1
     observation["counts"][:] = 0
     assert policy.act(observation, None)["migrate"][0] == 0
-
-
-def test_informed_policies_beat_blind_ones():
-    env = make_env(mean_interarrival_s=3.0)
-    mean = {
-        name: np.mean([play(name, env, seed)[0] for seed in range(3)])
-        for name in ("random", "uniform", "proxy_optimum")
-    }
-    assert mean["proxy_optimum"] > 0.95 * mean["uniform"]
-    assert mean["proxy_optimum"] > mean["random"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs._outcomes import OutcomeReader
-from servegym.envs.llm_routing.core import OUTCOMES
 
 ID = "servegym/LLMRouting-v1"
 HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
@@ -152,39 +151,3 @@ def test_without_predictions_nothing_is_known_of_scores_and_lengths():
     assert not observation["request"][..., 1:].any()
     scores = with_mean_scores(observation, blind)["request"][..., 1]
     assert set(np.unique(scores)) == {0.5}
-
-
-def test_outcomes_are_told_when_requests_end_and_once():
-    envs = make_envs(3, rate=9.0, episode_requests=200, latency_requirement_s=(0.02, 0.03))
-    rng = np.random.default_rng(0)
-    reader = OutcomeReader(envs)
-    for seed in (1, 2):  # a new episode begins anew
-        envs.reset(seed=seed)
-        told = [{} for _ in range(3)]
-        done, before = np.zeros(3, bool), np.zeros(3)
-        for step in range(200):
-            _, _, done, _, info = envs.step(rng.integers(0, 7, 3))
-            now = envs.unwrapped.batch.env["now"].copy()
-            for one in reader.read():
-                row, request = int(one["row"]), int(one["decision"])
-                assert request not in told[row] and request <= step
-                if np.isfinite(one["finish_s"]) and not done[row]:
-                    assert before[row] < one["finish_s"] <= now[row]
-                told[row][request] = one
-            for row in range(3):
-                if not done[row]:
-                    log = envs.unwrapped.request_log(row)
-                    assert set(np.flatnonzero(log["outcome"])) == set(told[row])
-            before = now
-        assert done.all()
-        for row in range(3):
-            log = envs.unwrapped.request_log(row)
-            mine = np.array([told[row][request] for request in range(200)])
-            completed = log["outcome"] == OUTCOMES.index("completed")
-            assert 20 < completed.sum() < 190
-            assert np.array_equal(mine["outcome"], log["outcome"])
-            for key in ("score", "output_tokens", "expert"):
-                assert np.array_equal(mine[key][completed], log[key][completed])
-            assert np.isnan(mine["score"][~completed]).all()
-            assert not mine["output_tokens"][~completed].any()
-            assert mine["qos"].sum() / 200 == pytest.approx(info["episode_kpis"]["avg_qos"][row])

@@ -1,6 +1,7 @@
 """Files of gateways: read, written and read again, and what is refused by which name."""
 
 import copy
+import json
 import random
 
 import pytest
@@ -13,6 +14,8 @@ from servegym.baselines.prefix_routing.gateway_files import (
     read_gateway_file,
 )
 from servegym.baselines.prefix_routing.plugins import AIBRIX, CARDS, FILTER, GATEWAYS, GUIDE
+
+from ...robustness.test_loader_fuzz import json_damages
 
 LLM_D = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -384,49 +387,12 @@ def test_what_is_not_a_text_and_an_unknown_gateway_are_refused(tmp_path):
         default_file("llm-d").text({"queue-score": 1.0})
 
 
-ODD = [None, [], {}, "", "x", 0, -1, True, 1e400, 10**400, [1], {"a": 1}, [None], [[]], {"a": {}}]
-
-
-def places(node, path=()):
-    """All places of a document."""
-    if path:
-        yield path
-    for key in (
-        node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-    ):
-        yield from places(node[key], (*path, key))
-
-
-def mutated(document, chance):
-    """The document with one to three places removed, replaced, doubled or renamed."""
-    document = copy.deepcopy(document)
-    for _ in range(chance.randint(1, 3)):
-        every = list(places(document))
-        if not every:
-            break
-        *above, last = chance.choice(every)
-        where = document
-        for key in above:
-            where = where[key]
-        how = chance.randrange(5)
-        if how == 0:
-            del where[last]
-        elif how == 1 and isinstance(where, list):
-            where.append(copy.deepcopy(where[last]))
-        elif how == 2 and isinstance(where, dict):
-            where[chance.choice([None, 3, "x", "name", "type", "weights"])] = where.pop(last)
-        else:
-            where[last] = copy.deepcopy(chance.choice(ODD))
-    return document
-
-
 @pytest.mark.parametrize("text", [LLM_D, OLD, DYNAMO, DEFAULTS["llm-d"]])
-def test_a_mutated_document_is_read_or_refused(text, read):
-    chance, document, outcomes = random.Random(1), yaml.safe_load(text), []
-    for _ in range(80):
-        given = yaml.safe_dump(mutated(document, chance)) + "# EndpointPickerConfig"
+def test_a_damaged_document_is_read_or_refused(text, read):
+    damages, outcomes = [*json_damages(json.dumps(yaml.safe_load(text)).encode())], []
+    for _, damaged, _ in random.Random(1).sample(damages, 80):
         try:
-            file = read(given)
+            file = read(yaml.safe_dump(json.loads(damaged)) + "# EndpointPickerConfig")
         except ValueError as error:
             outcomes.append(isinstance(error, MalformedFileError))
         else:

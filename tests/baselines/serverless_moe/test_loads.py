@@ -39,24 +39,6 @@ def test_predicted_load_is_the_mean_of_known_ones(system):
         Load.predicted(system, frequency[:1], 20, 30, 2e-4)
 
 
-def test_lpt_against_brute_force():
-    rng = np.random.default_rng(3)
-    worst = 0.0
-    for _ in range(60):
-        jobs, z = rng.integers(1, 20, size=6).astype(float), int(rng.integers(1, 4))
-        best = min(
-            np.bincount(choice, weights=jobs, minlength=z).max()
-            for choice in itertools.product(range(z), repeat=6)
-        )
-        ratio = np.bincount(lpt.lpt_rows(jobs[None], z)[0, -1], jobs).max() / best
-        assert 1.0 <= ratio <= 4 / 3 - 1 / (3 * z) + 1e-12
-        worst = max(worst, ratio)
-    assert worst > 1.0  # LPT is not exact: the bound was put to work
-    # The textbook's worst case for z = 2.
-    jobs = np.array([3.0, 3, 2, 2, 2])
-    assert np.bincount(lpt.lpt_rows(jobs[None], 2)[0, -1], jobs).max() == 7
-
-
 def test_payload_repair():
     # LPT puts the long job alone; the payload limit then needs a move.
     body = np.array([1.0, 2, 2, 2])

@@ -440,24 +440,6 @@ def test_prompts_must_fit_the_model_and_a_forecast_be_there():
             Simulator(other, prompts)
 
 
-def test_one_gpu_is_an_m_d_1_queue():
-    """Poisson arrivals at one GPU of constant service: the Pollaczek-Khinchine mean wait."""
-    model = small_model(layers=1, experts=1, top_k=1, base=0.05, token=0.0, dense=0.0)
-    cluster = build_cluster(sizes=model, gpus=(1,), slots=(1,))
-    prompts = one_prompt(cluster, 1, [(0,)])
-    rng = np.random.default_rng(5)
-    rho, service = 0.8, 0.05
-    arrivals = np.cumsum(rng.exponential(service / rho, 200_000 if COMPILED else 20_000))
-    sim = Simulator(cluster, prompts)
-    sim.begin(requests_at(arrivals), np.ones((1, 1, 1), np.uint8))
-    sim.run()
-    wait = rho * service / (2 * (1 - rho))
-    dense = 1e-5
-    assert sim.latencies().mean() - service - dense == pytest.approx(
-        wait, rel=0.03 if COMPILED else 0.15
-    )
-
-
 def test_ties_do_not_go_to_the_lowest_index():
     picks = np.bincount([scramble(r, e) % 4 for r in range(200) for e in range(20)])
     assert picks.min() > 800

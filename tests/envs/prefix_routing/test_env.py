@@ -16,6 +16,7 @@ from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
 from servegym.envs.prefix_routing.workloads import RecordedSessions, SuperposedTrace
 
 from ..test_conformance import CHATS, PREFIX
+from .reference import infinite_hits
 
 TENANTS = PREFIX["workload_kwargs"]
 SMALL = PREFIX | {"episode_requests": 120, "warmup_requests": 30}
@@ -109,19 +110,6 @@ def test_metrics_are_those_of_the_last_scrape(played):
                 assert replicas[n, OF_REPLICA["running"]] == running
 
 
-def test_own_accounting_is_that_of_the_requests_in_flight(played):
-    _, env, seen, _, _, log, _ = played
-    found = all_requests(env)
-    for observation, entry in zip(seen, log, strict=False):
-        now = entry["arrival_s"]
-        for n in range(env.problem.num_replicas):
-            mine = found[(found["replica"] == n) & (found["outcome"] == layout.COMPLETED)]
-            flying = mine[(mine["available"] < now) & (mine["finish"] > now)]
-            assert observation["replicas"][n, OF_REPLICA["in_flight"]] == len(flying)
-            tokens = observation["replicas"][n, OF_REPLICA["context_tokens"]]
-            assert tokens == flying["prompt"].sum()
-
-
 def test_rewards_are_those_of_the_requests_that_end_in_a_step(played):
     kind, env, _, _, rewards, log, info = played
     p = env.problem.settings[0]
@@ -172,6 +160,19 @@ def test_replicas_serve_as_in_a_replay_of_the_same_assignment(played):
         assert found[source] == pytest.approx(replayed[name], rel=1e-9)
     assert (found["hit"] == replayed["hit_tokens"]).all()
     assert found["hit"].sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["infinite", "pooled"])
+def test_hits_of_infinite_caches_are_those_of_the_definition(kind):
+    env = PrefixRoutingEnv(**SMALL | {"prefix_cache": kind})
+    *_, log, _ = play(env, 0)
+    requests, _ = env.problem.draw(np_random(0)[0])
+    found = all_requests(env)
+    replica = found["replica"] if kind == "infinite" else None
+    hits = requests.block_size * infinite_hits(requests, replica)
+    assert (log["outcome"] == layout.COMPLETED).all()
+    np.testing.assert_array_equal(found["hit"], hits)
+    assert hits.sum() > 0
 
 
 def test_observations_know_nothing_of_what_comes():

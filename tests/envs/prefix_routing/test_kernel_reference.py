@@ -348,23 +348,18 @@ def test_equal_when_iterations_are_planned_ahead(seed):
     run_case(seed, **AHEAD)
 
 
-@rounds(60)
-@given(SEEDS)
-def test_equal_when_memory_binds_and_iterations_are_planned_ahead(seed):
-    run_case(seed, **BINDING, **AHEAD)
+TOGETHER = {
+    "memory binds, planned ahead": BINDING | AHEAD,
+    "an API": {"host": API},
+    "an API, planned ahead": {"host": API} | AHEAD,
+}
 
 
-@pytest.mark.parametrize("ahead", [{}, AHEAD])
-@rounds(25)
+@pytest.mark.parametrize("what", TOGETHER)
+@rounds(30)
 @given(seed=SEEDS)
-def test_equal_with_an_api(ahead, seed):
-    run_case(seed, host=API, **ahead)
-
-
-@rounds(25)
-@given(SEEDS)
-def test_equal_with_failing_replicas_behind_an_api(seed):
-    run_case(seed, failures=FAILING, host=API, **AHEAD)
+def test_equal_with_several_of_these(what, seed):
+    run_case(seed, **TOGETHER[what])
 
 
 @pytest.mark.slow

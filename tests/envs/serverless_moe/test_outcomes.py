@@ -98,30 +98,6 @@ def test_random_plans_cost_what_the_loops_say(per_call, billed, shared):
     assert seen >= {"main_memory", "remote_memory", "payload", "replicas"}
 
 
-def test_fees_and_rounding_by_hand():
-    """One token in, one out, both experts remote: 3 layers x (2 replicas + calls) and the main."""
-    system = toy_system(fees=(1e-3, 0.5))
-    remote, sets = np.ones((3, 8), bool), np.full((1, 3), 0b11, np.uint64)
-    counts = np.zeros((3, 8), int)
-    counts[:, :2] = 1
-    where = np.tile(np.arange(8) % 2, (3, 1))
-    plan = Plan(remote, 3000.0, np.full(3, 1000.0), np.full(3, 2), where)
-    request = Request(counts, sets, np.full(3, 1e-4), 1)
-    for per_call, calls in ((True, 2), (False, 1)):
-        system = dataclasses.replace(system, per_call=per_call)
-        got = evaluate_plan(system, request, plan).bill
-        assert got.invocations == 1 + 3 * (2 + calls)
-        assert got.cost_fees_usd == pytest.approx(1e-3 * got.invocations)
-        # No duration is longer than a step, so each is billed as one.
-        remote_usd = got.cost_prefill_usd + got.cost_decode_usd
-        rate = main_usd_s(system, 2, 3000.0)
-        billed = 0.5 * (rate + system.price_cpu * 1000.0 * 3 * (2 + calls))
-        spent = got.cost_main_usd + remote_usd + got.cost_rounding_usd
-        assert spent == pytest.approx(billed, rel=1e-12)
-        free = evaluate_plan(dataclasses.replace(toy_system(), per_call=per_call), request, plan)
-        assert free.cost_usd == got.cost_main_usd + remote_usd
-
-
 def test_a_whole_number_of_steps_is_not_rounded():
     system = toy_system(fees="aws_lambda")
     assert (system.invocation_usd, system.granularity_s) == (2e-7, 1e-3)

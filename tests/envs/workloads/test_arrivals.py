@@ -139,29 +139,35 @@ def test_trace_replays_its_gaps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({}, "needs path="),
-        ({"start_s": 1e9}, "0 event"),
-        ({"windows": 3.0}, "Did you mean 'window_s'"),
-    ],
-)
-def test_trace_refuses(kwargs, message, trace_file):
-    if kwargs and "path" not in kwargs:
-        kwargs = kwargs | {"path": trace_file}
-    with pytest.raises(ValueError, match=message):
-        make_arrivals("trace", **kwargs)
-
-
-@pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
         ("poison", {}, "Did you mean 'poisson'"),
         ("gamma", {"cv": 1.0, "shape": 1.0}, "one of"),
         ("mmpp", {"cycle": 5}, "Did you mean 'cycle_requests'"),
         ("burstgpt", {"rho": 1.0}, "rho"),
+        ("trace", {"path": None}, "needs path="),
+        ("trace", {"start_s": 1e9}, "0 event"),
+        ("trace", {"windows": 3.0}, "Did you mean 'window_s'"),
     ],
 )
-def test_make_arrivals_refuses(name, kwargs, message):
+def test_what_makes_no_arrivals_is_refused(name, kwargs, message, trace_file):
     with pytest.raises(ValueError, match=message):
-        make_arrivals(name, **kwargs)
+        make_arrivals(name, **({"path": trace_file} if name == "trace" else {}) | kwargs)
+
+
+BEYOND = {  # of each parameter a value beyond its bounds
+    "gamma": {"cv": 101.0, "shape": 0.0, "fit": "nowhere"},
+    "mmpp": {"rate_ratio": 0.5, "busy_share": 1.0, "cycle_requests": 0.0, "fit": "nowhere"},
+    **dict.fromkeys(
+        FITTED, {"cv": -1.0, "rate_cv": 101.0, "rho": 1.0, "block_requests": 0.0, "window": 3}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [(name, one) for name, given in BEYOND.items() for one in given]
+)
+def test_parameters_are_refused_by_name(name, parameter):
+    for value in (BEYOND[name][parameter], "x y", np.nan, 10**400, [], {}):
+        with pytest.raises((ValueError, TypeError), match=parameter):
+            make_arrivals(name, **{parameter: value})
