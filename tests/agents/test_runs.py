@@ -144,7 +144,7 @@ def test_a_short_training_rises_far_above_random_weights(agent, tmp_path):
     module, given = import_module(f"servegym.agents.{agent}"), RISING[agent]
     args = module.Args(out_dir=str(tmp_path), eval_every=given["total_timesteps"], **given)
     scores = [row["eval/score"] for row in lines(module.train(args)) if "eval/score" in row]
-    assert scores[-1] > scores[0] + 0.1, scores
+    assert scores[-1] > scores[0] + 0.08, scores
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Policies that try to look better than they are: each trick is refused, or marks the row."""
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -331,6 +332,19 @@ def test_what_a_guest_says_of_itself_is_checked(
     monkeypatch.setattr(GuestPolicy, "_start", lambda self: {"name": "mine"})
     with pytest.raises(PolicyError, match="itself .*=None; it must"):
         GuestPolicy(Same(), None)
+
+
+def test_a_guest_that_answers_itself_is_not_told_the_seed(tmp_path: Path) -> None:
+    text = (
+        "import json, socket, struct, sys\nat = sys._getframe()\n"
+        "while 'descriptor' not in at.f_locals:\n    at = at.f_back\n"
+        "pipe = socket.socket(fileno=at.f_locals['descriptor'])\n"
+        f"said = json.dumps(json.loads({json.dumps(SAID)!r}) | {{'source': 'servegym'}}).encode()\n"
+        "pipe.sendall(struct.pack('!Q', len(said)) + said)\n"
+        "def act(observation, action_mask):\n    return 1\n"
+    )
+    with pytest.raises(PolicyError, match="itself source"):
+        evaluate(ENV_ID, [write(tmp_path, text)], 1, 7, SMALL)
 
 
 class Pipe:
