@@ -81,17 +81,7 @@ def replay_prefix(
     """
     requests.check()
     size = requests.block_size
-    names: list[Any]
-    if isinstance(profiles, (list, tuple)):
-        names = list(profiles)
-        if num_replicas not in (None, len(names)):
-            raise ValueError(f"num_replicas={num_replicas!r}, but {len(names)} profiles are given.")
-    else:
-        names = [profiles] * whole(
-            "num_replicas", 1 if num_replicas is None else num_replicas, 1, 4096
-        )
-    loaded = {name: load(name) for name in names if isinstance(name, str)}
-    cards = [loaded[name] if isinstance(name, str) else name for name in names]
+    cards, loaded = _cards(profiles, num_replicas)
     count = requests.num_requests
     if async_scheduling is None:
         async_scheduling = all(card.plans_ahead for card in cards)
@@ -105,7 +95,7 @@ def replay_prefix(
     tables, capacity = engine_tables(cards, engine, count)
     sent = _assignment(assignment, count, len(cards))
     _check_fit(requests, sent, capacity)
-    for card in loaded.values():
+    for card in loaded:
         card.check_domain(
             batch=min(max_num_seqs, count),
             tokens=int(min(max_num_batched_tokens, requests.prompt_tokens.sum(dtype=np.int64))),
@@ -131,6 +121,21 @@ def replay_prefix(
     result["first_token_s"] += out
     result["finish_s"] += out
     return result
+
+
+def _cards(
+    profiles: str | Profile | Sequence[str | Profile], num_replicas: int | None
+) -> tuple[list[Profile], list[Profile]]:
+    """The profile of each replica, and those that are read here, once each."""
+    if isinstance(profiles, (list, tuple)):
+        names = list(profiles)
+        if num_replicas not in (None, len(names)):
+            raise ValueError(f"num_replicas={num_replicas!r}, but {len(names)} profiles are given.")
+    else:
+        count = 1 if num_replicas is None else num_replicas
+        names: list[Any] = [profiles] * whole("num_replicas", count, 1, 4096)
+    loaded = {name: load(name) for name in names if isinstance(name, str)}
+    return [loaded[n] if isinstance(n, str) else n for n in names], list(loaded.values())
 
 
 def _assignment(value: Any, count: int, replicas: int) -> np.ndarray:
