@@ -103,7 +103,9 @@ def calibrate(
                 target, out, loads=loads, prompt_words=words, requests=requests, seed=seed
             )
         room = spec.slots * spec.context
-        profile = calibrate_server(read_loads(out), start, spec.name, room).profile
+        # Loads say nothing of more sequences than there are slots.
+        own = replace(start, domain={**start.domain, "max_decode_sequences": spec.slots})
+        profile = calibrate_server(read_loads(out), own, spec.name, room).profile
         profile.save(folder / f"{spec.name}.json")
         return profile
 
