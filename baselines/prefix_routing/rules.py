@@ -76,6 +76,7 @@ class Preble(RulePolicy):
             self._recent[row].clear()
 
     def _cost(self, view: View, keep: Keep) -> tuple[Numbers, Keep]:
+        self._view = view  # `act` reads it again
         speed, new = view.prefill_tokens_per_s, view.new_tokens()
         measured = view.tpot_s.any(-1, keepdims=True)
         load = self._tokens[0] / speed
@@ -93,8 +94,7 @@ class Preble(RulePolicy):
                 _, replica, *tokens = recent.popleft()
                 self._tokens[:, row, replica] -= tokens
         chosen = super().act(observation, action_mask)
-        view = View(observation, self.system)
-        new, output = view.new_tokens(), view.predicted_tokens
+        new, output = self._view.new_tokens(), self._view.predicted_tokens
         for row in np.flatnonzero(np.asarray(action_mask)[:, : self.system.num_replicas].any(-1)):
             replica = int(chosen[row])
             tokens = int(new[row, replica]), round(output[row, 0])

@@ -1,1 +1,1 @@
-"""Every figure and table by one command, and the papers' claims held against them."""
+"""The papers' figures and tables that claims rest on, by one command, and those claims."""
